@@ -4,9 +4,9 @@
 use std::io;
 use std::path::Path;
 
-/// Training prompts, with the column `answer`.
+/// The training prompts of the demo, with the column `answer`.
 pub const TRAIN: &[u8] = include_bytes!("../assets/tiny-data/train.jsonl");
-/// Evaluation prompts with other operands.
+/// Evaluation prompts: sums with other operands than those of the training prompts.
 pub const HELD_OUT: &[u8] = include_bytes!("../assets/tiny-data/heldout.jsonl");
 
 const MODEL: [(&str, &[u8]); 5] = [
@@ -17,7 +17,7 @@ const MODEL: [(&str, &[u8]); 5] = [
     ("tokenizer_config.json", include_bytes!("../assets/tiny/tokenizer_config.json")),
 ];
 
-/// Writes the model's directory. Existing files are not touched: a worker may be reading them.
+/// Writes the bundled model to a directory. Existing files are not touched, because a worker may be reading them.
 pub fn unpack_model(dir: &Path) -> io::Result<()> {
     std::fs::create_dir_all(dir)?;
     for (name, bytes) in MODEL {
@@ -30,7 +30,7 @@ pub fn unpack_model(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the question and the answer of a held-out row.
+/// Returns the question and the answer of a row of the bundled evaluation dataset.
 pub fn held_out_row(row: usize) -> Option<(String, String)> {
     let line = HELD_OUT.split(|byte| *byte == b'\n').nth(row).filter(|line| !line.is_empty())?;
     let record: serde_json::Value = serde_json::from_slice(line).ok()?;
@@ -38,7 +38,7 @@ pub fn held_out_row(row: usize) -> Option<(String, String)> {
     Some((text(&record["prompt"][0]["content"])?, text(&record["answer"])?))
 }
 
-/// Returns the number of held-out rows.
+/// Returns the number of rows in the bundled evaluation dataset.
 pub fn held_out_rows() -> usize {
     HELD_OUT.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).count()
 }

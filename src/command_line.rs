@@ -1,5 +1,5 @@
-//! The entry point of the `rlood` binary: parses the command line and runs a role. It is part of the library because the futures of
-//! the roles are compiled where they are polled, so the binary itself has almost nothing to compile.
+//! The entry point of the `rlood` binary: parses the command line and runs a subcommand. It is part of the library because
+//! futures are compiled in the crate that polls them, so the binary itself has almost nothing to compile.
 
 use std::io::IsTerminal;
 use std::os::unix::process::CommandExt;
@@ -18,9 +18,9 @@ use crate::{config, demo, engine, exporter, generator, http, judge, prober, rewa
 /// Exit code for an invalid setting, the same as for clap's own errors.
 const EXIT_USAGE: u8 = 2;
 
-/// Runs the role that the command line selects.
+/// Runs the subcommand that the command line names.
 pub fn run() -> ExitCode {
-    // A request of a shell for completions is answered here, and the process exits.
+    // If a shell asks for completions of a command line, clap prints them here and ends the process.
     clap_complete::CompleteEnv::with_factory(Cli::command).complete();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
@@ -72,7 +72,7 @@ pub fn run() -> ExitCode {
                     ended => ended,
                 }
             }),
-            // The only possible error is an invalid flag.
+            // `rlood reward check` fails only for an invalid flag, so every error of it is a usage error.
             RewardCommand::Check(args) => on_runtime(format, None, async move {
                 Ok::<_, reward_check::CheckError>(
                     reward_check::run(args).await.unwrap_or_else(|error| exit_usage(format, &error)),
@@ -99,7 +99,7 @@ fn openapi(schemas: Option<&Path>) -> Result<ExitCode, Box<dyn std::error::Error
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs a role to its end on an async runtime with `threads` threads; None = one per core.
+/// Runs a subcommand to its end on a tokio runtime with `threads` threads; None = one per core.
 fn on_runtime<E: std::error::Error + 'static>(
     format: LogFormat,
     threads: Option<usize>,
@@ -120,7 +120,7 @@ fn block_on(
     match builder.enable_all().build() {
         Ok(runtime) => {
             let code = runtime.block_on(role).unwrap_or_else(|error| exit_failure(format, &*error));
-            // The runtime is not dropped, because that would wait for blocking calls that are no longer needed.
+            // The runtime is leaked, because dropping it would wait for blocking calls whose results are no longer needed.
             runtime.shutdown_background();
             code
         }
@@ -128,8 +128,9 @@ fn block_on(
     }
 }
 
-/// Runs a role that computes, with thread pools of the requested size. candle and rayon read the size from a variable, which can be
-/// set safely only for a new process: this process re-executes itself once. The supervisor sets it for its children.
+/// Runs a subcommand that computes, with thread pools of the requested size. candle and rayon read the size from an environment
+/// variable, which can be set safely only for a new process, so this process re-executes itself once. The server sets the
+/// variable for its worker processes.
 fn computing(format: LogFormat, threads: Option<u32>, role: impl FnOnce() -> ExitCode) -> ExitCode {
     match config::gpu_memory_limit() {
         Ok(bytes) => engine::gpu::limit_memory(bytes),
@@ -152,7 +153,7 @@ fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        // A closed standard error must not end the process.
+        // Write errors are ignored, because a closed standard error must not end the process.
         .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal());
     match format {
@@ -162,7 +163,8 @@ fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
     Ok(())
 }
 
-/// Translates module names in a log filter from the time when rlood was one crate to the current crates.
+/// Translates module names in a log filter, such as `rlood::store`, from the time when rlood was one crate
+/// to the current crates.
 fn by_crate(filter: &str) -> String {
     let directive = |directive: &str| {
         let Some(path) = directive.trim().strip_prefix("rlood::") else { return directive.to_owned() };
@@ -190,7 +192,8 @@ fn exit_with_usage_error(error: &clap::Error) -> ExitCode {
     exit_usage(LogFormat::Json, &text.trim_start_matches("error: ").trim_end())
 }
 
-/// Whether the log format is JSON, as far as an invalid command line shows it.
+/// Whether the user asked for JSON logs. Reads the flag and the variable directly, because clap could not
+/// parse the command line.
 fn asks_for_json() -> bool {
     let mut given = std::env::var("RLOOD_LOG_FORMAT").ok();
     let mut words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());

@@ -35,25 +35,25 @@ pub use reward::{RewardArgs, RewardCheckArgs, RewardCommand, RewardFormat, Rewar
 pub(crate) use serve::random_token;
 pub use serve::{ServeArgs, ServeConfig, no_key_for, resolve_listen};
 
-/// The variable from which candle and rayon read the size of their thread pools.
+/// The environment variable from which candle and rayon read the size of their thread pools.
 pub const COMPUTE_THREADS: &str = "RAYON_NUM_THREADS";
-/// The variable that limits a worker's GPU memory. The server sets it for its own workers.
+/// The environment variable that limits a worker's GPU memory. The server sets it for its own workers.
 pub const GPU_MEMORY: &str = "RLOOD_GPU_MEMORY";
 
 /// Minimum length of an API key or a worker token, in characters.
 pub const MIN_SECRET_CHARS: usize = 16;
 
-/// Lease of a claim in ms: six heartbeats without contact.
+/// Lease in ms of a worker's claim on a job: the job is requeued after six missed heartbeats.
 pub const LEASE_MS: u64 = 30_000;
 
-/// Default limit for the samples of one job, in bytes.
+/// Default limit for the stored samples of one job, in bytes.
 pub const SAMPLES_MAX_BYTES: u64 = 1 << 30;
 
 /// RLOO training of language models as an HTTP service.
 #[derive(Debug, Parser)]
 #[command(name = "rlood", version, about, arg_required_else_help = true)]
 pub struct Cli {
-    /// The role to run.
+    /// The subcommand to run.
     #[command(subcommand)]
     pub command: Command,
 
@@ -190,7 +190,7 @@ pub struct OpenapiArgs {
     pub schemas: Option<PathBuf>,
 }
 
-/// An invalid setting: the text names it, the reason, and what to do.
+/// An invalid setting. The text names the setting, the reason, and what to do.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct ConfigError(String);
@@ -204,7 +204,7 @@ impl ConfigError {
 /// Limit of this process's GPU memory from `RLOOD_GPU_MEMORY`, in bytes; None = no limit.
 ///
 /// # Errors
-/// When the value is not a size.
+/// Fails when the value is not a size.
 pub fn gpu_memory_limit() -> Result<Option<u64>, ConfigError> {
     match std::env::var(GPU_MEMORY) {
         Ok(size) if !size.is_empty() => parse_size_of(GPU_MEMORY, &size),

@@ -31,14 +31,14 @@ use progress::Progress;
 
 /// The id under which the bundled model is registered.
 const MODEL: &str = "rlood/tiny";
-/// Default address; if it is in use, the demo chooses a free port.
+/// Default listen address of the demo; if it is in use, the demo chooses a free port.
 const USUAL_LISTEN: &str = "127.0.0.1:8080";
 /// Default number of optimizer steps, which reaches the goal with a margin: held-out accuracy was ≥ 0.98 after 20 and ≥ 0.99 after
 /// 40 steps with each of six seeds.
 const STEPS: u64 = 40;
 /// Number of steps between checkpoints.
 const CHECKPOINT_EVERY: u64 = 20;
-/// Exit code after Ctrl-C, by the convention of shells.
+/// Exit code after Ctrl-C: 128 + SIGINT, by the convention of shells.
 const EXIT_INTERRUPTED: u8 = 130;
 
 /// Why the demo could not run.
@@ -75,7 +75,7 @@ fn system<E: std::error::Error + Send + Sync + 'static>(doing: impl Into<String>
 /// Runs the subcommand `rlood demo`.
 ///
 /// # Errors
-/// When the server cannot start, the API refuses a request, or the job does not succeed.
+/// Fails when the server cannot start, the API refuses a request, or the job does not succeed.
 pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     let begun = Instant::now();
     let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for SIGTERM"))?;
@@ -114,7 +114,8 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     }
 }
 
-/// Performs the steps of a user over HTTP.
+/// Runs the demo over HTTP, as a user would: registers the model, uploads the data, submits the job, follows
+/// it, fetches the results.
 async fn demonstrate(
     args: &DemoArgs,
     data_dir: &Path,
@@ -167,7 +168,7 @@ fn job(train: DatasetId, held_out: DatasetId, reward: Value, steps: u64, seed: u
         "eval": {"dataset": {"id": held_out}, "every_steps": steps, "before_start": true, "num_generations": 1, "temperature": 0},
         "rewards": [
             reward,
-            // Weight 0: the reward is logged but not trained on.
+            // A reward with weight 0 is logged but not trained on.
             {"name": "exact_match", "type": "exact_match", "column": "answer", "weight": 0},
         ],
         "rloo": {"num_generations": 8, "beta": 0.01},
@@ -190,7 +191,7 @@ fn listen_address(given: Option<&str>) -> Result<SocketAddr, ConfigError> {
     }
 }
 
-/// Creates a new folder in the user's cache directory.
+/// Creates a folder for the demo's data in the user's cache directory.
 fn fresh_data_dir() -> Result<PathBuf, DemoError> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = absolute("XDG_CACHE_HOME")

@@ -18,11 +18,11 @@ use crate::store::{HubOrigin, ModelRow, Store, clock_ms};
 
 /// Maximum number of concurrent downloads; others wait.
 const MAX_CONCURRENT: usize = 2;
-/// Interval between two progress checks.
+/// Interval between two checks of a download's progress.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Number of checks over which the rate is averaged.
+/// Number of progress checks over which the transfer rate is averaged.
 const POLLS_PER_RATE: usize = 10;
-/// Number of checks between two progress events.
+/// Number of progress checks between two progress events.
 const POLLS_PER_EVENT: u32 = 5;
 /// Retries while the hub is unreachable: initial delay, maximum delay, and the time after which the download fails.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(5);
@@ -31,7 +31,8 @@ const GIVE_UP_AFTER: Duration = Duration::from_secs(24 * 3600);
 /// How long unused partial files are kept.
 const KEEP_PARTS_FOR: Duration = Duration::from_secs(24 * 3600);
 
-/// Reads a model's folder and returns the card that the store keeps and the fingerprint, or why the model cannot be used. Blocking.
+/// Function that reads a model's folder and returns the model's properties for the database and its fingerprint, or why the
+/// model cannot be used. Blocking.
 pub type Describe = fn(&Path) -> Result<(Value, String), String>;
 
 /// Progress of a download.
@@ -45,7 +46,7 @@ pub struct Advance {
     pub eta_s: Option<f64>,
 }
 
-/// The downloads of a server. Cheap to clone.
+/// All model downloads of a server. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Downloads(Arc<Inner>);
 
@@ -81,18 +82,18 @@ impl Running {
 }
 
 impl Downloads {
-    /// Creates the downloads of a data directory.
+    /// Creates the download manager of a data directory.
     pub fn new(store: Store, root: &Path) -> Self {
         let (root, places) = (root.to_owned(), Semaphore::new(MAX_CONCURRENT));
         Self(Arc::new(Inner { store, root, places, running: Mutex::default() }))
     }
 
-    /// Directory of partial files, named by hash.
+    /// Returns the directory of partial files, named by hash.
     pub fn parts(&self) -> PathBuf {
         self.0.root.join("hub").join("parts")
     }
 
-    /// Directory of a model's small files and the headers of its weights during the download.
+    /// Returns the directory that holds a model's outline during the download: its small files and the headers of its weights.
     pub fn outline(&self, commit: &str) -> PathBuf {
         self.0.root.join("hub").join("outlines").join(commit)
     }
@@ -102,12 +103,12 @@ impl Downloads {
         self.0.root.join("hub").join("sources").join(commit)
     }
 
-    /// Final directory of the files of a repository at a commit.
+    /// Returns the final directory of the files of a hub repository at a commit.
     pub fn folder(&self, repo: &str, commit: &str) -> PathBuf {
         self.0.root.join("models").join(repo.replace('/', "--")).join(commit)
     }
 
-    /// Directory from which a model can be read, except for the bytes of its tensors: its folder, or its
+    /// Returns the directory from which a model can be read, except for the bytes of its tensors: its final folder, or its
     /// outline during the download.
     pub fn readable(&self, row: &ModelRow) -> PathBuf {
         match &row.hub {
@@ -155,7 +156,7 @@ impl Downloads {
     /// directory are not touched.
     ///
     /// # Errors
-    /// When the files cannot be removed.
+    /// Fails when the files cannot be removed.
     pub async fn remove_files(&self, row: &ModelRow) -> std::io::Result<()> {
         let Some(hub) = &row.hub else { return Ok(()) };
         let folder = self.folder(&hub.repo, &hub.commit);
@@ -170,7 +171,7 @@ impl Downloads {
         removed.await.map_err(std::io::Error::other)?
     }
 
-    /// Removes partial files, outlines and sources that were unused for a day.
+    /// Removes partial files, model outlines and dataset source files that were unused for a day.
     pub async fn clean(&self) {
         let (parts, outlines, sources) = (self.parts(), self.outline(""), self.sources(""));
         let kept = match self.0.store.hub_models_downloading().await {
@@ -245,14 +246,16 @@ impl Download {
             }
         };
         match noted {
-            // The outline is removed after a day, because another request may be reading it.
+            // The outline (small files and headers of weights) is removed only after a day, because another request may be
+            // reading it.
             Ok(()) => drop(self.downloads.running().remove(&self.id)),
-            // The model stays in `downloading`: the next start of the server finds all files.
+            // The model stays in the state `downloading`: at its next start the server finds all files and completes the
+            // download.
             Err(error) => tracing::error!(error = with_causes(&error), "could not record the end of a download"),
         }
     }
 
-    /// Returns the model's card once all files are complete, or the reason of a permanent failure.
+    /// Downloads the model. Returns its properties once all files are complete, or the reason of a permanent failure.
     async fn fetch(&self) -> Result<Value, String> {
         let begun = Instant::now();
         let mut pause = FIRST_RETRY_DELAY;
@@ -273,7 +276,8 @@ impl Download {
         }
         let (describe, source) = (self.describe, self.source.clone());
         let described = tokio::task::spawn_blocking(move || describe(&source)).await;
-        let (card, sha256) = described.map_err(|error| format!("its files could not be read: {error}"))??;
+        let (card, sha256) =
+            described.map_err(|error| format!("the downloaded files could not be read: {error}"))??;
         match sha256 == self.sha256 {
             true => Ok(card),
             false => Err("the downloaded files differ from those that the hub announced".to_owned()),
@@ -288,7 +292,7 @@ impl Download {
         self.hub.download(&plan, &self.downloads.parts(), &self.source, &self.progress).await
     }
 
-    /// Reports progress in a loop that never ends.
+    /// Reports the progress of a download in a loop that never ends; the caller drops it.
     async fn watch(&self) {
         for count in 1_u32.. {
             tokio::time::sleep(POLL_INTERVAL).await;

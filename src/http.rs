@@ -121,7 +121,7 @@ pub struct AppState {
     pub service_tests: heavy::Slots,
     /// Limits how many searches of samples run concurrently.
     pub searches: heavy::Slots,
-    /// Limits how many re-scores run concurrently.
+    /// Limits how many requests to re-score samples run concurrently.
     pub rescores: heavy::Slots,
     /// Whether free disk space is below the limit. While true, the server hands no job to a worker.
     pub disk_low: Arc<AtomicBool>,
@@ -139,7 +139,7 @@ pub struct AppState {
     pub workers: Arc<worker::WorkerState>,
     /// Downloads of models from a hub that are in progress.
     pub downloads: Downloads,
-    /// The latest report of stored files.
+    /// The latest report of disk usage by kind and owner.
     pub storage: Arc<storage::LastReport>,
     /// Cancelled when the server starts to shut down. Requests that wait for something are then answered immediately.
     pub stopping: CancellationToken,
@@ -177,7 +177,7 @@ impl AppState {
     }
 }
 
-/// Returns all documented routes, without layers.
+/// Returns the routes of the OpenAPI document, without layers.
 pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::with_openapi(openapi::head())
         .merge(submit::routes())
@@ -209,7 +209,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(webhooks::routes())
 }
 
-/// Returns the whole service. Serve it, or call it in a test with `tower::ServiceExt::oneshot`.
+/// Returns the router with all routes and layers. Serve it, or call it in a test with `tower::ServiceExt::oneshot`.
 pub fn router(state: AppState) -> Router {
     let body = |pause: Duration| {
         ServiceBuilder::new()
@@ -225,7 +225,8 @@ pub fn router(state: AppState) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(JSON_LIMIT_BYTES))
         .layer(body(state.config.edge.transfer_pause));
-    // The layer covers the fallbacks too: a client without a key does not learn which routes exist.
+    // The authentication layer also covers unknown routes and methods, so that a client without a key does not learn which
+    // routes exist.
     let guarded = documented_routes()
         .split_for_parts()
         .0
@@ -245,8 +246,8 @@ pub fn router(state: AppState) -> Router {
         .with_state(state)
 }
 
-/// Normalizes the names of content codings, which are case-insensitive; `x-gzip` means gzip (RFC 9110, 8.4.1). The layer that
-/// decompresses knows one spelling.
+/// Normalizes the names in `content-encoding`, which are case-insensitive; `x-gzip` means gzip (RFC 9110, 8.4.1). The
+/// decompression layer knows only the lower-case names.
 fn with_known_coding(mut request: Request) -> Request {
     if let Some(coding) = request.headers_mut().get_mut(header::CONTENT_ENCODING) {
         let known = [("gzip", "gzip"), ("x-gzip", "gzip"), ("identity", "identity")];
@@ -277,13 +278,14 @@ fn panicked(payload: Box<dyn Any + Send + 'static>) -> Response {
         .downcast_ref::<String>()
         .map(String::as_str)
         .or_else(|| payload.downcast_ref::<&str>().copied())
-        .unwrap_or("a panic without text");
+        .unwrap_or("a panic without a message");
     Problem::internal(format!("panic in a handler: {text}")).into_response()
 }
 
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// The outermost layer. Assigns the request id, turns bare errors into problems, sets the security headers, counts and logs.
+/// The outermost layer of the router. Assigns the request id, turns errors of other layers into problem documents, sets the
+/// security headers, counts and logs the request.
 async fn outermost(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let begun = Instant::now();
     let id = request_id(request.headers());
@@ -329,7 +331,7 @@ async fn outermost(State(state): State<AppState>, request: Request, next: Next) 
     response
 }
 
-/// Refuses a request that is not a worker's when only the connections reserved for workers are left.
+/// Answers 503 to a request that is not from a worker when only the connections reserved for workers are free.
 fn reserve_for_workers(request: &Request) -> Result<(), Problem> {
     let Some(connection) = request.extensions().get::<Connection>() else { return Ok(()) };
     if request.uri().path().starts_with("/worker/") {
@@ -353,7 +355,7 @@ fn request_id(headers: &HeaderMap) -> String {
         .map_or_else(|| format!("req_{}", ulid::Ulid::generate().to_string().to_lowercase()), str::to_owned)
 }
 
-/// Turns an error from a layer or from an extractor of the framework into a problem with the same status.
+/// Turns an error response of axum's own layers and extractors into a problem document with the same status.
 fn into_problem(response: Response) -> Response {
     let status = response.status();
     if !(status.is_client_error() || status.is_server_error()) || response.extensions().get::<IsProblem>().is_some() {

@@ -39,7 +39,7 @@ use stall::Stalling;
 
 pub use activity::{Connection, Connections, Crowded, StreamPlace};
 
-/// Time limit for headers that are still arriving when the server stops.
+/// Time limit for request headers that are still arriving when the server stops.
 const HEADS: Duration = Duration::from_secs(2);
 /// Maximum size of a request's line and headers together, in bytes.
 const HEAD_BYTES: u32 = 64 * 1024;
@@ -52,9 +52,9 @@ const OTHER_FILES: u64 = 256;
 /// Idle time after which TCP keep-alive probes are sent.
 const KEEPALIVE: Duration = Duration::from_secs(60);
 
-/// The two stages of a shutdown.
+/// Cancellation tokens for the two stages of a shutdown.
 pub struct Stop {
-    /// Cancelled first: no new connections, streams end.
+    /// Cancelled first: no new connections are accepted, and event streams end.
     pub begin: CancellationToken,
     /// Cancelled last: requests that are still in flight are aborted.
     pub cut: CancellationToken,
@@ -67,7 +67,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
     let builder = builder(&edge);
     let registry = Registry::new(most_connections(edge.max_connections), counts);
     let graceful = GracefulShutdown::new();
-    // Dropping this set aborts the connections when the shutdown takes too long.
+    // The tasks of all connections. Dropping the set aborts them when the shutdown takes too long.
     let mut connections = JoinSet::new();
     loop {
         let (stream, peer) = tokio::select! {
@@ -76,7 +76,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // A typical cause is a lack of file descriptors: ending connections free some.
+                    // Accepting usually fails for lack of file descriptors, so a connection is closed to free one.
                     tracing::warn!(%error, "a connection could not be accepted");
                     registry.make_room();
                     tokio::time::sleep(Duration::from_millis(100)).await;
@@ -92,7 +92,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
         let activity = place.connection.activity();
         let (router, connection) = (router.clone(), place.connection.clone());
         let service = service_fn(move |request: hyper::Request<Incoming>| {
-            // Held until the response body was sent or the client disconnected.
+            // Counts the request as in flight until its response body was sent or the client disconnected.
             let at_work = Activity::begin(&connection.activity());
             let mut request = request.map(Body::new);
             request.extensions_mut().insert(ConnectInfo::<SocketAddr>(peer));
@@ -175,7 +175,7 @@ pub fn is_event_stream(response: &Response) -> bool {
     kind.is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"))
 }
 
-/// Ends event streams cleanly when the server stops, so that clients reconnect with the last id they saw.
+/// Ends an event stream cleanly when the server stops, so that the client reconnects with the last event id that it received.
 async fn end_streams(State(stop): State<CancellationToken>, request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     if !is_event_stream(&response) {

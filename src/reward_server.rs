@@ -31,7 +31,7 @@ use crate::spec::{ComputeDtype, RewardTextFormat};
 use answer::{Asked, Refusal};
 use edge::Edge;
 
-/// Maximum number of requests that wait for the model; further ones get 429.
+/// Maximum number of requests that wait for the reward model; further ones get 429.
 const MAX_WAITING: usize = 64;
 /// Maximum number of samples per request, as announced in `reward.ping`.
 const MAX_BATCH_SAMPLES: usize = 1024;
@@ -58,7 +58,7 @@ pub enum RewardServerError {
 /// `rlood reward-server`: serves until SIGTERM or SIGINT, then returns code 0. The first line of standard output is the address.
 ///
 /// # Errors
-/// When the model or the address cannot be used.
+/// Fails when the model or the address cannot be used.
 pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> {
     let RewardServerArgs {
         model,
@@ -153,9 +153,9 @@ impl Signals {
 struct Serving {
     scorer: Arc<Scorer>,
     edge: Arc<Edge>,
-    /// Lock of the model: it computes one request at a time, with all threads.
+    /// Lock of the reward model, which scores one request at a time with all threads.
     turn: Arc<Mutex<()>>,
-    /// Lock for parsing: one body at a time, because parsed JSON may take many times its bytes.
+    /// Lock for parsing request bodies, one at a time, because parsed JSON may need many times the memory of its text.
     parsing: Arc<Mutex<()>>,
     places: Arc<Semaphore>,
 }
@@ -184,7 +184,7 @@ async fn check_caller(State(serving): State<Serving>, request: Request, next: Ne
     }
 }
 
-/// Describes the served model.
+/// Answers `GET /` with a description of the served model.
 async fn describe(State(serving): State<Serving>) -> Response {
     let card = serving.scorer.card();
     axum::Json(json!({
@@ -216,7 +216,7 @@ async fn try_score(serving: Serving, request: Request) -> Result<Value, Refusal>
     }
     let body = edge.read(request).await?;
     edge.check_signature(&headers, &body.bytes, now_s())?;
-    // A waiting request is kept unparsed, because that needs the least memory.
+    // A request that waits for the model is kept as unparsed bytes, because that needs the least memory.
     let parsing = parsing.lock_owned().await;
     let (body, is_ping) = blocking(move || {
         let _parsing = parsing;
@@ -229,7 +229,7 @@ async fn try_score(serving: Serving, request: Request) -> Result<Value, Refusal>
     let Ok(_place) = places.try_acquire_owned() else { return Err(full()) };
     let turn = turn.lock_owned().await;
     blocking(move || {
-        // Released when the model has finished, even if the client disconnected.
+        // The lock of the model is released when scoring has finished, even if the client disconnected.
         let _turn = turn;
         match read(&body.bytes)? {
             Some(asked) => answer::answer(&asked, &scorer),
@@ -246,7 +246,7 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Refusal> +
     })
 }
 
-/// Parses a body; None = a ping.
+/// Parses a request body; None = the request is a ping.
 fn read(body: &[u8]) -> Result<Option<Asked>, Refusal> {
     let body: Value = serde_json::from_slice(body).map_err(|error| {
         Refusal::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not JSON: {error}"))

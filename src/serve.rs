@@ -39,16 +39,16 @@ use crate::supervisor::{Children, Lost, Supervisor};
 use crate::webhook_sender::{WebhookSender, WebhookSenderError};
 use disk::DiskWatch;
 
-/// Time that workers have after their grace period before they are killed.
+/// Extra time after the workers' grace period before workers that still run are killed.
 const WORKERS_MARGIN: Duration = Duration::from_secs(1);
-/// Time limit for requests in flight after that, if the total allows it.
+/// Time limit for requests in flight once the workers have stopped, as far as [`STOP_MARGIN`] allows.
 const REQUESTS_STOP: Duration = Duration::from_secs(20);
 /// Maximum duration of the shutdown beyond the workers' grace period: by default the total stays below 30 s.
 const STOP_MARGIN: Duration = Duration::from_secs(4);
 
 /// Interval between two checks for expired leases.
 const TICK: Duration = Duration::from_secs(1);
-/// Number of ticks between two cleanup rounds.
+/// Number of lease checks between two cleanups of outdated rows and exports.
 const TICKS_PER_CLEANUP: u32 = 60;
 /// Idle workers without contact for this long are removed from the list, in ms.
 const WORKER_SILENCE_MS: i64 = 120_000;
@@ -62,7 +62,7 @@ pub enum ServeError {
     /// The database cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A list of addresses is invalid.
+    /// The value of `--allow-outgoing` is invalid.
     #[error("--allow-outgoing cannot be used")]
     Outgoing(#[source] OutgoingError),
     /// The client for reward services cannot be created.
@@ -112,7 +112,7 @@ impl From<RecoveryError> for ServeError {
 /// A server in this process. Dropping it without [`Running::stop`] leaves its tasks running on the runtime.
 pub struct Running {
     addr: SocketAddr,
-    /// Grace period for workers to save a checkpoint and requeue their jobs.
+    /// Grace period of a shutdown, in which workers save a checkpoint and requeue their jobs.
     grace: Duration,
     stop_children: CancellationToken,
     stop_http: CancellationToken,
@@ -182,7 +182,7 @@ impl Running {
 /// `rlood serve`: starts, prints the address, serves until SIGTERM or SIGINT, then shuts down. A second signal exits immediately.
 ///
 /// # Errors
-/// When the server cannot start.
+/// Fails when the server cannot start.
 pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
     let system = |doing| move |source| ServeError::System { doing, source };
     let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for SIGTERM"))?;
@@ -201,17 +201,17 @@ pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
     }
 }
 
-/// Prints the first line of standard output, for people and for scripts that wait for it.
+/// Prints the server's URL as the first line of standard output, for people and for scripts that wait for it.
 ///
 /// # Errors
-/// When standard output is closed.
+/// Fails when standard output is closed.
 pub fn announce(addr: SocketAddr) -> std::io::Result<()> {
     let mut stdout = std::io::stdout().lock();
     writeln!(stdout, "listening on http://{addr}")?;
     stdout.flush()
 }
 
-/// Removes GPUs that `auto` detected but the driver does not list. Returns a message if there are any.
+/// Removes GPUs that `--devices auto` detected but the driver does not list. Returns a message about removed GPUs, if any.
 fn without_gpus(config: &mut ServeConfig) -> Option<String> {
     let found = config.gpus().count();
     if !config.devices_are_found || found == 0 {
@@ -229,9 +229,9 @@ fn without_gpus(config: &mut ServeConfig) -> Option<String> {
 /// Starts a server in this process and returns when it answers requests.
 ///
 /// # Errors
-/// When the data directory, the database or the address cannot be used.
+/// Fails when the data directory, the database or the address cannot be used.
 pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
-    // Required by every TLS client; a second installation is not an error.
+    // Every TLS client needs this crypto provider; installing it twice is not an error.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let policy =
         |keys_are_on| OutgoingPolicy::parse(config.outgoing_allowed(keys_are_on)).map_err(ServeError::Outgoing);
@@ -257,7 +257,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let webhook_sender = WebhookSender::new(store.clone(), outgoing)?.narrowed_by_keys(keyed_outgoing)?;
     let config = Arc::new(config);
     recover(&store, &files, lease_ms(&config), clock_ms()).await?;
-    // The disk is checked before any worker can ask for a job.
+    // Free disk space is checked before any worker can ask for a job.
     let mut disk = DiskWatch::new(config.edge.disk_reserve_bytes);
     disk.check(&store, &files, clock_ms()).await;
 
@@ -336,9 +336,9 @@ async fn run_lease_timer(store: Store, files: DataDir, downloads: Downloads, lea
         interval.tick().await;
         let now = clock_ms();
         match watch.tick(&store, now, steady_ms()).await {
-            Ok(jobs) => {
-                jobs.iter().for_each(|job| tracing::warn!(%job, "its worker's lease expired; the job is queued again"))
-            }
+            Ok(jobs) => jobs
+                .iter()
+                .for_each(|job| tracing::warn!(%job, "the lease of the job's worker expired; the job is queued again")),
             Err(error) => tracing::error!(error = with_causes(&error), "could not requeue jobs with expired leases"),
         }
         disk.check(&store, &files, now).await;
@@ -406,7 +406,8 @@ fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Res
     })
 }
 
-/// Returns an address that children can connect to: the unspecified address covers loopback.
+/// Returns an address at which worker processes on this machine reach the server: loopback if it listens
+/// on the unspecified address.
 fn reachable(addr: SocketAddr) -> SocketAddr {
     match addr {
         SocketAddr::V4(v4) if v4.ip().is_unspecified() => SocketAddr::from(([127, 0, 0, 1], v4.port())),
@@ -415,14 +416,14 @@ fn reachable(addr: SocketAddr) -> SocketAddr {
     }
 }
 
-/// Requeues the job of a crashed child immediately, and writes the child's last log lines to the job's log.
+/// Requeues the job of a crashed worker process immediately, and writes the process's last log lines to the job's log.
 async fn requeue_jobs_of_exited_workers(store: Store, mut worker_exits: mpsc::UnboundedReceiver<Lost>) {
     while let Some(Lost { worker, device, status, tail }) = worker_exits.recv().await {
         let detail = format!("the worker on {device} ended ({status})\n{tail}");
         match store.worker_lost(worker, Some(detail.trim_end()), clock_ms()).await {
             Ok(Some(job)) => tracing::warn!(%job, %worker, "the worker ended unexpectedly; its job is queued again"),
             Ok(None) => {}
-            // The lease expires soon, with the same effect.
+            // Only logged, because the worker's lease expires soon and then its job is queued again too.
             Err(error) => tracing::error!(%worker, error = with_causes(&error), "could not record the end of a worker"),
         }
     }

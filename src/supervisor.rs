@@ -22,28 +22,28 @@ use tokio_util::sync::CancellationToken;
 use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY, Isa, LogFormat};
 use crate::id::WorkerId;
 
-/// Initial delay before a child is restarted; it doubles after each early exit.
+/// Initial delay before a worker process is restarted; it doubles after each early exit.
 const FIRST_RESTART_DELAY: Duration = Duration::from_millis(250);
-/// Maximum delay before a restart.
+/// Maximum delay before a worker process is restarted.
 const MAX_RESTART_DELAY: Duration = Duration::from_secs(30);
 /// A child that ran this long did not fail at startup: the delay of the next restart is reset. Killed children must not delay jobs;
 /// repeated crashes are counted per job.
 const STABLE: Duration = Duration::from_secs(2);
 /// Number of lines kept of a child's standard error.
 const TAIL_LINES: usize = 30;
-/// Number of bytes kept of each of these lines.
+/// Number of bytes kept of each line of standard error.
 const TAIL_LINE_BYTES: usize = 1000;
-/// Maximum length of a line that is forwarded whole, in bytes: a JSON line would be invalid in pieces.
+/// Maximum length in bytes of a log line that is forwarded whole. Longer ones are split, which makes a JSON line invalid.
 const LINE_BYTES: u64 = 64 << 10;
 
-/// How child processes are started.
+/// Settings with which worker processes are started.
 #[derive(Debug, Clone)]
 pub struct Children {
     /// Path of the `rlood` binary.
     pub program: PathBuf,
     /// URL of the server, `http://127.0.0.1:PORT`.
     pub server: String,
-    /// Token that children present.
+    /// Token that worker processes present to the server.
     pub token: String,
     /// Devices, with one child each.
     pub devices: Vec<Device>,
@@ -65,7 +65,7 @@ pub struct Children {
     pub log_format: LogFormat,
 }
 
-/// A child that exited without being asked to.
+/// A worker process that exited without being asked to.
 #[derive(Debug)]
 pub struct Lost {
     /// The id that the child registered with, if it got that far.
@@ -78,14 +78,14 @@ pub struct Lost {
     pub tail: String,
 }
 
-/// The running child processes.
+/// The running worker processes.
 pub struct Supervisor {
     tasks: JoinSet<()>,
     stop: CancellationToken,
 }
 
 impl Supervisor {
-    /// Starts one child per device. Each unexpected exit is sent to `lost` immediately.
+    /// Starts one worker process per device. Each unexpected exit is sent to `lost` immediately.
     pub fn start(children: Children, lost: &mpsc::UnboundedSender<Lost>) -> Self {
         let stop = CancellationToken::new();
         let children = Arc::new(children);
@@ -101,7 +101,7 @@ impl Supervisor {
         self.stop.cancel();
         if tokio::time::timeout(limit, async { while self.tasks.join_next().await.is_some() {} }).await.is_err() {
             tracing::warn!("some workers did not stop within {} s; killing them", limit.as_secs());
-            // Dropping their handles kills the children.
+            // Dropping the tasks drops the process handles, which kills the worker processes that still run.
             self.tasks.shutdown().await;
         }
     }
@@ -128,7 +128,7 @@ async fn keep_alive(
         };
         let tail = tail.text();
         tracing::error!(%worker, %device, status, "a worker ended unexpectedly; restarting it");
-        // The receiver is dropped only during shutdown.
+        // Sending fails only during shutdown, when the receiver is dropped.
         let _ = lost.send(Lost { worker, device, status, tail });
         if born.elapsed() >= STABLE {
             delay = FIRST_RESTART_DELAY;
@@ -143,7 +143,7 @@ async fn keep_alive(
 
 fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> std::io::Result<Child> {
     let scratch_dir = children.scratch_dir.join(format!("worker-{slot}"));
-    // Files that a killed predecessor left there are not needed.
+    // Empties the working folder: files that a killed worker process left there are not needed.
     match std::fs::remove_dir_all(&scratch_dir) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
         Ok(()) | Err(_) => std::fs::create_dir_all(&scratch_dir)?,
@@ -172,7 +172,7 @@ fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> 
     command.spawn()
 }
 
-/// Waits for the child's end; None if it ended because it was asked to.
+/// Waits until the worker process exits; None if it exited because it was asked to.
 async fn attend(mut child: Child, tail: &Tail, stop: &CancellationToken) -> Option<std::io::Result<ExitStatus>> {
     // The pipe stays open as long as this server lives: its end tells the child to exit.
     let stdin = child.stdin.take();
@@ -181,7 +181,7 @@ async fn attend(mut child: Child, tail: &Tail, stop: &CancellationToken) -> Opti
         status = child.wait() => Some(status),
         () = stop.cancelled() => {
             terminate(&child);
-            // The caller's time limit ends a wait that takes too long.
+            // This wait has no time limit, because the caller has one.
             if let Err(error) = child.wait().await {
                 tracing::warn!(%error, "a worker could not be waited for");
             }
@@ -190,7 +190,8 @@ async fn attend(mut child: Child, tail: &Tail, stop: &CancellationToken) -> Opti
     };
     drop(stdin);
     if let Some(reading) = reading {
-        // A grandchild may keep the pipe open, so the wait is limited.
+        // Waiting for the end of standard error has a time limit, because a process started by the worker may keep the pipe
+        // open.
         let _ = tokio::time::timeout(Duration::from_secs(1), reading).await;
     }
     status
@@ -198,7 +199,7 @@ async fn attend(mut child: Child, tail: &Tail, stop: &CancellationToken) -> Opti
 
 /// Sends SIGTERM: the child finishes or aborts the step, saves a checkpoint, requeues its job and exits.
 fn terminate(child: &Child) {
-    // The child is not reaped yet, so the process id still belongs to it.
+    // The process has not been waited for yet, so its id cannot belong to another process.
     let pid = child.id().and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
     if let Some(Err(error)) = pid.map(|pid| kill_process(pid, Signal::TERM)) {
         tracing::warn!(%error, "could not send SIGTERM to a worker");
@@ -235,7 +236,7 @@ async fn pass_on(stderr: impl AsyncRead + Unpin, tail: Tail) {
             Ok(_) => {}
         }
         let mut text = String::from_utf8_lossy(&line).trim_end().to_owned();
-        // A closed standard error must not end the server.
+        // Write errors are ignored, because a closed standard error must not end the server.
         let _ = writeln!(std::io::stderr(), "{text}");
         text.truncate(text.floor_char_boundary(TAIL_LINE_BYTES));
         tail.push(text);

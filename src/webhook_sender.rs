@@ -60,7 +60,7 @@ impl Outgoing {
 pub struct WebhookSender {
     store: Store,
     outgoing: Outgoing,
-    /// Client to use once the database contains keys.
+    /// HTTP client with the stricter address policy that applies once the database contains API keys.
     with_keys: Outgoing,
     busy: Arc<Mutex<HashSet<WebhookId>>>,
     free: Arc<Notify>,
@@ -70,22 +70,22 @@ impl WebhookSender {
     /// Creates a sender for a server's outbox.
     ///
     /// # Errors
-    /// When the HTTP client cannot be created.
+    /// Fails when the HTTP client cannot be created.
     pub fn new(store: Store, policy: OutgoingPolicy) -> Result<Self, WebhookSenderError> {
         let outgoing = Outgoing::new(policy)?;
         let with_keys = outgoing.clone();
         Ok(Self { store, outgoing, with_keys, busy: Arc::default(), free: Arc::default() })
     }
 
-    /// Sets the stricter policy that applies once the database contains a key.
+    /// Sets the stricter address policy that applies once the database contains an API key.
     ///
     /// # Errors
-    /// When the HTTP client cannot be created.
+    /// Fails when the HTTP client cannot be created.
     pub fn narrowed_by_keys(self, policy: OutgoingPolicy) -> Result<Self, WebhookSenderError> {
         Ok(Self { with_keys: Outgoing::new(policy)?, ..self })
     }
 
-    /// Sends messages until the future is dropped.
+    /// Sends due messages until the future is dropped.
     pub async fn run(self) {
         loop {
             if let Err(error) = self.send_due(clock_ms()).await {
@@ -112,7 +112,8 @@ impl WebhookSender {
                 let id = hook.id;
                 if let Err(error) = sender.deliver(&hook, &message).await {
                     tracing::error!(webhook = %id, error = with_causes(&error), "could not record a delivery attempt");
-                    // Without this pause the message would be sent again immediately, because its attempt was not recorded.
+                    // Pauses this webhook: otherwise the message would be sent again immediately, because its attempt was not
+                    // recorded.
                     tokio::time::sleep(TIMEOUT).await;
                 }
                 sender.busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
@@ -170,20 +171,20 @@ impl Outgoing {
     }
 }
 
-/// The outcome of an attempt that got a response.
+/// Returns the outcome of a delivery attempt that got a response.
 struct Answered {
     status: u16,
     retry_after_ms: i64,
 }
 
-/// Returns the signing keys of all valid secrets; several during a rotation.
+/// Returns the signing keys of all valid secrets of a webhook; several during a rotation.
 fn keys(hook: &WebhookRow, now: i64) -> Result<Vec<Key>, String> {
     let old = hook.old_secrets.iter().filter(|(_, until)| now < *until).map(|(secret, _)| secret);
     let keys: Result<Vec<Key>, _> = std::iter::once(&hook.secret).chain(old).map(|secret| Key::parse(secret)).collect();
     keys.map_err(|_| "the stored secret cannot be read".to_owned())
 }
 
-/// Serializes the message. The bytes are the same for every attempt.
+/// Serializes a message. The bytes are the same for every delivery attempt.
 fn body_of(message: &DeliveryRow) -> serde_json::Result<Vec<u8>> {
     let timestamp = Timestamp::from_millisecond(message.time).map(|time| format!("{time:.3}")).unwrap_or_default();
     let kind = message.kind.as_str();
@@ -208,7 +209,7 @@ fn body_of(message: &DeliveryRow) -> serde_json::Result<Vec<u8>> {
     serde_json::to_vec(&Message { kind, timestamp, data })
 }
 
-/// Describes an error without the URL, which may contain secrets.
+/// Describes an HTTP error without the webhook's URL, which may contain secrets.
 fn describe_without_url(error: SendError) -> String {
     match error {
         SendError::Refused(why) => why,
@@ -220,7 +221,7 @@ fn describe_without_url(error: SendError) -> String {
     }
 }
 
-/// Derives a value in 0..1 from a message's id, which is random.
+/// Derives a value from 0 to 1 from a message's random id, to vary the retry delay.
 fn jitter_from_id(id: &str) -> f64 {
     let last = id.get(id.len().saturating_sub(4)..).and_then(|text| u16::from_str_radix(text, 16).ok());
     f64::from(last.unwrap_or(0)) / 65_536.0

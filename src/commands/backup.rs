@@ -53,10 +53,10 @@ pub enum BackupError {
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The target directory is not empty.
-    #[error("{} is not empty: use a new or empty directory", .0.display())]
+    #[error("the target {} is not empty: use a new or empty directory", .0.display())]
     NotEmpty(PathBuf),
     /// The target is not a directory.
-    #[error("{} is not a directory: use a new or empty directory", .0.display())]
+    #[error("the target {} is not a directory: use a new or empty directory", .0.display())]
     NotADirectory(PathBuf),
     /// The restore target is inside the backup.
     #[error("{} is inside the backup: use a directory outside it", .0.display())]
@@ -129,7 +129,7 @@ struct Entry {
 /// Runs the subcommand `rlood backup`.
 ///
 /// # Errors
-/// When a file cannot be read or written, or the target is not empty. No part of a backup is left in the target then.
+/// Fails when a file cannot be read or written, or the target is not empty. No part of a backup is left in the target then.
 pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     let BackupArgs { to, data_dir } = args;
     if !data_dir.join(DATABASE).is_file() {
@@ -153,7 +153,7 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     let manifest = match made {
         Ok(manifest) => manifest,
         Err(error) => {
-            // The original error is more useful than an error during cleanup.
+            // An error of this cleanup is ignored, because the error of the backup itself is more useful.
             let _ = clear(&to);
             if is_new {
                 let _ = std::fs::remove_dir(&to);
@@ -209,17 +209,18 @@ async fn copy(source: &Store, files: &DataDir, to: &Path) -> Result<Option<Taken
             row.files.iter().for_each(|file| held.pin(&place(files, row).join(&file.name)));
         }
     };
-    // Copies nearly all of them before the server must wait for the rest.
+    // Links the files of nearly all checkpoints now, so that the snapshot below blocks the server only briefly.
     keep(&source.checkpoint_all().await?);
     source.snapshot_to(&database, &mut keep).await?;
-    // The copied database determines the contents from here on. It is upgraded to this version, regardless of the server's.
+    // The copied database determines from here on what the backup contains. The copy is upgraded to this version's schema,
+    // whatever the server's version.
     let snapshot = Store::open(&database).await?;
     let entries = copy_files(Copying { source, snapshot: &snapshot, files, to }, held).await;
     snapshot.close().await;
     entries
 }
 
-/// Removes the files of a backup.
+/// Removes the files of an incomplete backup from the target directory.
 fn clear(to: &Path) -> Result<(), BackupError> {
     PARTS.iter().try_for_each(|name| Ok(remove_tree(&to.join(name))?))
 }
@@ -232,10 +233,10 @@ fn not_empty(target: PathBuf) -> BackupError {
     if target.is_dir() { BackupError::NotEmpty(target) } else { BackupError::NotADirectory(target) }
 }
 
-/// The files in the backup, and the files that were left out.
+/// The files in the backup, and the files that were left out because they are missing or damaged.
 type Taken = (BTreeMap<String, Entry>, BTreeMap<String, String>);
 
-/// The source and target directories, and their databases.
+/// The data directory and the backup directory of a copy, with their databases.
 #[derive(Clone, Copy)]
 struct Copying<'a> {
     source: &'a Store,
@@ -248,7 +249,7 @@ struct Copying<'a> {
 async fn copy_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Option<Taken>, BackupError> {
     let Copying { source, snapshot, files, to } = copying;
     let (mut entries, mut left_out) = (BTreeMap::new(), BTreeMap::new());
-    // Files of warm starts, and adapters.
+    // Files that jobs with a warm start begin with, and stored adapters.
     let mut initial = Vec::new();
     for job in snapshot.warm_start_jobs().await? {
         initial.extend(files_below(&files.initial_of(job))?);
@@ -276,7 +277,8 @@ async fn copy_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Optio
         match missing {
             None => entries.append(&mut of_it),
             Some(why) => {
-                // If the source still refers to the file, it is lost there too, and another attempt would not find it.
+                // If the server's database still has the checkpoint, its file is missing there too, and repeating the copy
+                // would not help.
                 let replaced = source.checkpoint_get(checkpoint.id).await;
                 if needed.contains(&checkpoint.id) && matches!(replaced, Err(StoreError::NotFound { .. })) {
                     return Ok(None);
@@ -313,7 +315,7 @@ async fn copy_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Optio
     Ok(Some((entries, left_out)))
 }
 
-/// Copies a file. The inner error says why the file is missing or damaged.
+/// Copies a file into the backup. The inner error says why the source file is missing or damaged.
 fn copy_file(
     copying: Copying<'_>,
     held: &PinnedFiles,
@@ -324,7 +326,8 @@ fn copy_file(
     let name = relative(copying.files, path);
     let target = copying.to.join(&name);
     let mut copied = None;
-    // A link can disappear too, if a server starts in the meantime.
+    // The hard link that preserves the file can be missing too, if a server started in the meantime and removed it; the
+    // original is then copied.
     for from in [held.link(path), Some(path)].into_iter().flatten() {
         copied = match copy_hashed(from, &target) {
             Err(FilesError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => continue,
@@ -338,7 +341,7 @@ fn copy_file(
     let copied = Entry { size_bytes, sha256: sha256.to_string() };
     if wanted.is_some_and(|wanted| *wanted != copied) {
         remove(&target)?;
-        return Ok(Err("its contents differ from the stored hash".to_owned()));
+        return Ok(Err("the file differs from the hash in the database".to_owned()));
     }
     entries.insert(name, copied);
     Ok(Ok(()))
@@ -362,7 +365,7 @@ fn set_private(path: &Path) -> Result<(), BackupError> {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(io("protect", path))
 }
 
-/// Written last: a directory without a manifest is not a backup.
+/// The manifest is written last: a directory without one is not a backup.
 fn write_manifest(to: &Path, manifest: &Manifest) -> Result<(), BackupError> {
     let (path, temporary) = (to.join(MANIFEST), to.join(".manifest.tmp"));
     let text = serde_json::to_vec_pretty(manifest).map_err(|error| io("write", &path)(error.into()))?;

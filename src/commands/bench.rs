@@ -59,7 +59,7 @@ pub enum BenchError {
     /// The engine returned an error.
     #[error("the engine failed")]
     Engine(#[from] EngineError),
-    /// The resulting job is invalid.
+    /// The job that the flags describe is invalid.
     #[error("the job cannot run: {0}")]
     Job(String),
     /// An operation on files or processes failed.
@@ -71,12 +71,12 @@ pub enum BenchError {
         #[source]
         source: std::io::Error,
     },
-    /// The process of a part reported no valid figures.
+    /// The process that measures one part reported no valid figures.
     #[error("the part {part} failed: {detail}")]
     Part {
-        /// Name of the part.
+        /// Name of the part of the benchmark.
         part: &'static str,
-        /// How the process ended.
+        /// Exit status of the measuring process, or why its output is invalid.
         detail: String,
     },
 }
@@ -89,7 +89,7 @@ fn io(doing: impl Into<String>) -> impl FnOnce(std::io::Error) -> BenchError {
 /// `rlood bench`: measures, prints a table, and writes JSON if requested.
 ///
 /// # Errors
-/// When the shape or the model cannot be used, the engine fails, or a file cannot be written.
+/// Fails when the shape or the model cannot be used, the engine fails, or a file cannot be written.
 pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     if args.child {
         return measure_part(args);
@@ -140,7 +140,7 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether a part is measured by default.
+/// Whether a part of the benchmark is measured by default.
 fn usual(part: BenchPart, device: Device) -> bool {
     match part {
         BenchPart::Limits | BenchPart::Decode | BenchPart::Training | BenchPart::Step => true,
@@ -157,7 +157,7 @@ fn make_model(args: &BenchArgs, dir: &Path) -> Result<PathBuf, BenchError> {
     Ok(dir.to_owned())
 }
 
-/// Measures a part in its own process, and updates the JSON file after each new figure.
+/// Measures one part of the benchmark in a process of its own, and updates the JSON file after each new figure.
 fn measure<T: DeserializeOwned>(
     args: &BenchArgs,
     part: BenchPart,
@@ -168,10 +168,10 @@ fn measure<T: DeserializeOwned>(
     let failed = |detail: String| BenchError::Part { part: part.as_str(), detail };
     let mut command = command_of(args, part, model_dir)?;
     let mut child = command.stdout(Stdio::piped()).spawn().map_err(io("start a measuring process"))?;
-    // Why the last line cannot be used; initially that there is no line.
-    let mut unreadable = Some("it printed nothing".to_owned());
+    // Why the last line of the measuring process is not valid JSON; before the first line, that the process printed nothing.
+    let mut unreadable = Some("the process printed nothing".to_owned());
     for line in child.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines()) {
-        let line = line.map_err(io("read what was measured"))?;
+        let line = line.map_err(io("read the output of a measuring process"))?;
         unreadable = match serde_json::from_str(&line) {
             Ok(figures) => {
                 keep(report, figures);
@@ -191,7 +191,7 @@ fn measure<T: DeserializeOwned>(
 
 /// Builds the command of the process that measures a part.
 fn command_of(args: &BenchArgs, part: BenchPart, model_dir: &Path) -> Result<Command, BenchError> {
-    let program = std::env::current_exe().map_err(io("find this program"))?;
+    let program = std::env::current_exe().map_err(io("find the path of the rlood executable"))?;
     let mut command = Command::new(program);
     command.arg("bench").arg("--child").arg("--only").arg(part.as_str()).arg("--model").arg(model_dir);
     let numbers = [
@@ -231,7 +231,7 @@ fn threads(args: &BenchArgs) -> u32 {
     args.threads.unwrap_or_else(machine_threads)
 }
 
-/// Measures and prints the figures; runs in the part's own process.
+/// Measures one part and prints its figures; runs in a process of its own.
 fn measure_part(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     let figures = std::thread::scope(|scope| {
         let worker = std::thread::Builder::new().name("engine".to_owned()).stack_size(ENGINE_STACK_BYTES);
@@ -250,7 +250,7 @@ fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
     let setting = Setting::of(args)?;
     match part {
         BenchPart::Limits | BenchPart::Kernels if args.device != Device::Cpu => {
-            Err(BenchError::Job(format!("the part kernels measures the CPU's kernels, not {}", args.device)))
+            Err(BenchError::Job(format!("the part `kernels` measures only the CPU's kernels, not {}", args.device)))
         }
         BenchPart::Limits | BenchPart::Kernels => json(&kernels::measure(&setting)?),
         BenchPart::Decode => json(&decode::measure(&setting)?),
@@ -266,9 +266,9 @@ fn json(figures: &impl Serialize) -> Result<String, BenchError> {
     serde_json::to_string(figures).map_err(|error| BenchError::Part { part: "figures", detail: error.to_string() })
 }
 
-/// The settings of a measured part.
+/// The settings with which a part of the benchmark is measured.
 pub struct Setting<'a> {
-    /// Flags of the command.
+    /// The flags of `rlood bench`.
     pub args: &'a BenchArgs,
     /// Directory of the model.
     pub model_dir: PathBuf,
@@ -289,14 +289,14 @@ impl<'a> Setting<'a> {
     /// Prints the current figures as one line for the parent process.
     ///
     /// # Errors
-    /// When the parent no longer reads the output.
+    /// Fails when the parent process no longer reads standard output.
     pub fn report_figures(&self, figures: &impl Serialize) -> Result<(), BenchError> {
         let mut out = std::io::stdout().lock();
         let line = json(figures)?;
-        writeln!(out, "{line}").and_then(|()| out.flush()).map_err(io("print the figures"))
+        writeln!(out, "{line}").and_then(|()| out.flush()).map_err(io("print the measured figures"))
     }
 
-    /// Precision of the matrices, as an engine type.
+    /// Returns the precision of matrices (`--dtype`) as the engine's type.
     pub fn dtype(&self) -> ComputeDtype {
         match self.args.dtype {
             Precision::Bf16 => ComputeDtype::Bf16,
@@ -304,7 +304,7 @@ impl<'a> Setting<'a> {
         }
     }
 
-    /// Bytes per weight as the matrix products read it.
+    /// Bytes per weight in the form that matrix products read.
     pub fn value_bytes(&self) -> u64 {
         value_bytes(self.args.dtype)
     }
@@ -314,7 +314,7 @@ impl<'a> Setting<'a> {
         threads(self.args) as usize
     }
 
-    /// Returns `count` random tokens without an end-of-sequence token, different for every `sequence`.
+    /// Returns `count` random token ids, none of them the end of sequence; each `sequence` number gives other ids.
     pub fn tokens(&self, sequence: u64, count: usize) -> Vec<u32> {
         let key = Key::new(0, Stream::Probe).with(sequence);
         let last = self.card.config.vocab_size as u64 - 1;

@@ -31,7 +31,7 @@ pub enum ConvertError {
     Parse {
         /// Path of the file.
         path: PathBuf,
-        /// Place and reason of the syntax error.
+        /// Position and reason of the syntax error.
         #[source]
         source: FormatError,
     },
@@ -46,7 +46,7 @@ pub enum ConvertError {
 /// Runs the command. Exit code 1 when a key of the run is refused or not supported.
 ///
 /// # Errors
-/// When a file cannot be read or parsed, or the job cannot be printed.
+/// Fails when a file cannot be read or parsed, or the job cannot be printed.
 pub fn run(args: &ConvertArgs) -> Result<ExitCode, ConvertError> {
     let mut document = read(&args.trl)?;
     if let Some(path) = &args.peft {
@@ -70,7 +70,7 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, ConvertError> {
     Ok(if refused { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Returns the remarks, one line each, and whether the run is refused.
+/// Returns the remarks about the conversion, one line each, and whether the run is refused.
 fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
     let mut spec = conversion.spec.clone();
     let mut missing = Vec::new();
@@ -84,7 +84,7 @@ fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
             missing.push(format!("missing: {key}, {what}"));
         }
     }
-    // Placeholders, so that only fields that were sent are validated.
+    // Missing required fields get placeholders, so that only fields of the run are validated.
     for (key, value) in [
         ("model", json!("model")),
         ("dataset", json!({"records": [{"prompt": "x"}]})),
@@ -101,7 +101,7 @@ fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
     }
     let (spec, found) = JobSpec::read(spec);
     let mut metrics = check_metrics(&spec);
-    // Metrics of missing rewards are unknown.
+    // Without rewards the names of reward metrics cannot be checked.
     metrics.retain(|error| has_rewards || !error.detail.contains("rewards/"));
     let wrong: Vec<_> = conversion.errors.iter().cloned().chain(found).chain(metrics).collect();
     let refused = !wrong.is_empty() || !conversion.unsupported.is_empty();

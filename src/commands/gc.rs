@@ -16,10 +16,10 @@ use crate::store::gc::{self, GcItem, GcRules};
 use crate::store::storage::StorageError;
 use crate::store::{Store, StoreError, clock_ms};
 
-/// Name of the workers' cache in the totals.
+/// Name of the workers' model cache in the printed totals.
 const CACHE: &str = "worker cache";
 
-/// Why the cleanup stopped.
+/// Why `rlood gc` stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum GcError {
     /// An operation on the data directory or its database failed.
@@ -75,7 +75,7 @@ impl Sums {
 /// Runs the subcommand `rlood gc`.
 ///
 /// # Errors
-/// When a directory or the database cannot be used. Items that were already removed stay removed.
+/// Fails when a directory or the database cannot be used. Items that were already removed stay removed.
 pub async fn run(args: GcArgs) -> Result<ExitCode, GcError> {
     let is_dry = args.dry_run;
     let mut sums = Sums::default();
@@ -83,7 +83,7 @@ pub async fn run(args: GcArgs) -> Result<ExitCode, GcError> {
         clean_data_dir(&args, &mut sums).await?;
     }
     let cache_dir = args.cache_dir.clone().unwrap_or_else(|| default_cache_dir(None));
-    // A machine without workers has no cache.
+    // A machine on which no worker ran has no model cache.
     if cache_dir.join("models").is_dir() {
         let retain = Duration::from_secs(u64::try_from(args.retain_cache.seconds).unwrap_or(0));
         clean_cache(&cache_dir, retain, is_dry, &mut sums)
@@ -99,7 +99,7 @@ async fn clean_data_dir(args: &GcArgs, sums: &mut Sums) -> Result<(), GcError> {
         return Err(GcError::NoDatabase(args.data_dir.clone()));
     }
     let files = DataDir::beside(&args.data_dir)?;
-    // The lock is held to the end, so that no server starts on the directory meanwhile.
+    // The lock of the data directory is held to the end, so that no server starts on the directory meanwhile.
     let is_served = !files.lock_out_servers();
     let store = Store::open_beside(&files.database()).await?;
     let ms = |life: Option<Life>| life.map(|life| life.seconds * 1000);

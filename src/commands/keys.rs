@@ -12,7 +12,7 @@ use crate::files::{DataDir, FilesError};
 use crate::store::webhooks::WebhookRow;
 use crate::store::{KeyRow, NewAudit, NewKey, Store, StoreError, clock_ms};
 
-/// Actor of these changes in the audit log.
+/// Actor of changes by `rlood keys` in the audit log.
 const ACTOR: &str = "command_line";
 
 /// Why a command on keys failed.
@@ -38,7 +38,7 @@ pub enum KeysError {
 /// Runs `rlood keys …`.
 ///
 /// # Errors
-/// When the data directory or the database does not exist or cannot be used, or the key does not exist.
+/// Fails when the data directory or the database does not exist or cannot be used, or the key does not exist.
 pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
     let data_dir = match args.place()? {
         KeysPlace::DataDir(dir) => dir,
@@ -46,13 +46,14 @@ pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
     };
     let KeysArgs { action, data_dir: _, common } = args;
     let json = common.json;
-    // Only the first key may be created before the server exists: otherwise a misspelled directory would look
-    // like one without keys.
+    // Without a database only `rlood keys create` is allowed: for the other commands a misspelled directory would look like one
+    // without keys.
     if !matches!(action, KeysAction::Create(_)) && !data_dir.join("rlood.db").is_file() {
         return Err(KeysError::NoDatabase(data_dir));
     }
-    // A running server holds the lock; the database is then opened concurrently. The lock is dropped last, so that no server starts
-    // in between. Only the first key creates a database or upgrades an old one, because that cannot be undone.
+    // If a running server holds the lock of the data directory, the database is opened beside it. Otherwise this command holds
+    // the lock to the end, so that no server starts in between. Only `create` may create a database or upgrade its schema,
+    // because that cannot be undone.
     let (store, _lock) = match DataDir::open(&data_dir) {
         Ok(files) if matches!(action, KeysAction::Create(_)) => (Store::open(&files.database()).await?, Some(files)),
         Ok(files) => (Store::open_beside(&files.database()).await?, Some(files)),

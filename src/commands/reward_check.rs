@@ -30,7 +30,7 @@ use crate::spec::{FieldError, RewardSecrets, read_single_reward};
 pub use report::{Finding, Latency, Outcome, Report};
 use wire::{Got, Signing, Wire};
 
-/// An invalid flag. No request was sent.
+/// A flag is invalid; no request was sent.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct CheckError(String);
@@ -38,7 +38,7 @@ pub struct CheckError(String);
 /// `rlood reward check`: returns 0 if there are no failures, otherwise 1.
 ///
 /// # Errors
-/// When a flag is invalid.
+/// Fails when a flag is invalid.
 pub async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
     let report = examine(&args, !args.json).await?;
     if args.json {
@@ -54,7 +54,7 @@ pub async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
 /// Runs all checks against a service. Findings are printed as they occur if `show` is set.
 ///
 /// # Errors
-/// When a flag is invalid.
+/// Fails when a flag is invalid.
 pub async fn examine(args: &RewardCheckArgs, show: bool) -> Result<Report, CheckError> {
     let mut check = Check::new(args)?;
     check.show = show;
@@ -64,15 +64,15 @@ pub async fn examine(args: &RewardCheckArgs, show: bool) -> Result<Report, Check
 /// The state of a running check.
 struct Check {
     wire: Wire,
-    /// The `params` in the requests' `reward`.
+    /// The `params` of the reward, as sent in every request.
     params: Map<String, Value>,
     samples: Vec<RewardSample>,
     /// Maximum number of samples in one request of a job.
     max_batch_samples: u32,
     callbacks: callback::Listen,
-    /// Texts that must never be shown.
+    /// Texts that must never be printed: secrets and header values.
     secrets: Vec<String>,
-    /// Whether findings are printed as they occur.
+    /// Whether each finding is printed as soon as it is made.
     show: bool,
     job: JobContext,
     ping: Option<PingReply>,
@@ -104,7 +104,7 @@ impl Check {
         }
         let (plan, secrets) = read_single_reward(&json!({ "reward": reward })).map_err(|errors| refused(&errors))?;
         let crate::spec::RewardKind::Webhook(plan) = plan.kind else {
-            return Err(CheckError("only contract v1 can be checked".to_owned()));
+            return Err(CheckError("only version 1 of the reward contract can be checked".to_owned()));
         };
         let samples = match &args.samples {
             Some(path) => samples_of_file(path)?,
@@ -125,7 +125,7 @@ impl Check {
         })
     }
 
-    /// Runs all checks in this order. Later checks are skipped if the service gives no answers at all.
+    /// Runs all checks of a reward service in order. The later ones are skipped if the service does not answer at all.
     async fn all(mut self) -> Report {
         if self.wire.key.is_none() {
             let detail = "no secret was given: requests are unsigned, and signatures are not checked";
@@ -164,7 +164,7 @@ impl Check {
         self.findings.push(finding);
     }
 
-    /// The URL without its query, which may contain a key.
+    /// The service's URL without its query, which may contain a key.
     fn shown_url(&self) -> String {
         let mut url = self.wire.url.clone();
         if url.query().is_some() {
@@ -212,7 +212,10 @@ fn read(got: &Got, id: &str, samples: &[RewardSample]) -> Result<Answer, String>
             let ids: Vec<&str> = samples.iter().map(|sample| sample.sample_id.as_str()).collect();
             answer::read(&got.body, id, &ids)
         }
-        202 => Err("the service answered 202 (later), but this request offers only \"sync\" in reply.modes".to_owned()),
+        202 => {
+            Err("the service answered 202 (results follow later), but this request offers only \"sync\" in reply.modes"
+                .to_owned())
+        }
         status @ 200..=299 => Err(format!("the service answered {status}, which carries no rewards")),
         status @ 300..=399 => {
             let to = got.location.as_deref().map(|to| format!(" to {to}")).unwrap_or_default();
@@ -224,7 +227,7 @@ fn read(got: &Got, id: &str, samples: &[RewardSample]) -> Result<Answer, String>
     }
 }
 
-/// Returns the reward of each sample; `None` if there is none.
+/// Returns each sample's reward in an answer; `None` for a sample without one.
 fn numbers(answer: &Answer) -> Vec<Option<f64>> {
     let number = |found: &Found| match found {
         Found::Judged(judgement) => judgement.value.number(),
@@ -242,7 +245,7 @@ fn refused(errors: &[FieldError]) -> CheckError {
     CheckError(errors.iter().map(line).collect::<Vec<_>>().join("; "))
 }
 
-/// The user of a check controls the machine, so every address is allowed.
+/// Every address is allowed, because the user who runs `rlood reward check` controls this machine.
 fn wire(url: &str, secrets: &RewardSecrets, timeout_ms: u64) -> Result<Wire, CheckError> {
     let failed = |why: &dyn std::fmt::Display| CheckError(why.to_string());
     let policy = OutgoingPolicy::parse(&["0.0.0.0/0", "::/0"]).map_err(|why| failed(&why))?;
@@ -265,7 +268,7 @@ fn wire(url: &str, secrets: &RewardSecrets, timeout_ms: u64) -> Result<Wire, Che
     })
 }
 
-/// Texts that must never be shown: the secret, header values, and the token within `Bearer TOKEN`.
+/// Returns the texts that must never be printed: the secret, header values, and the token within `Bearer TOKEN`.
 fn hidden(secrets: &RewardSecrets) -> Vec<String> {
     let values =
         secrets.headers.values().flat_map(|value| [Some(value.as_str()), value.split_once(' ').map(|(_, t)| t)]);
@@ -280,7 +283,7 @@ fn samples_of_file(path: &std::path::Path) -> Result<Vec<RewardSample>, CheckErr
     let value = match serde_json::from_str::<Value>(&text) {
         Ok(Value::Object(object)) if object.contains_key("samples") => object["samples"].clone(),
         Ok(list @ Value::Array(_)) => list,
-        // The file contains one object per line; a single object is one line.
+        // Otherwise the file has one JSON object per line; a single object is a file of one line.
         Ok(_) | Err(_) => {
             let lines = text.lines().filter(|line| !line.trim().is_empty()).map(serde_json::from_str);
             let lines: Result<Vec<Value>, _> = lines.collect();
@@ -305,7 +308,8 @@ fn columns(given: &[String]) -> Result<Map<String, Value>, CheckError> {
     given.iter().map(read).collect()
 }
 
-/// Returns sums with right, wrong, verbose and evasive answers; `columns` are added to each row's `answer` and `reference`.
+/// Returns the default samples: sums with right, wrong, verbose and evasive answers. Each row has the columns `answer` and
+/// `reference`, and those in `columns`.
 fn default_samples(columns: &Map<String, Value>) -> Vec<RewardSample> {
     let mut samples = Vec::new();
     for (group, (left, right)) in [(2, 2), (3, 4), (10, 5)].into_iter().enumerate() {

@@ -12,7 +12,7 @@ use crate::config::RewardServeArgs;
 use crate::reward::python::{PythonError, PythonServer, Settings, read_targets};
 use crate::reward::signature::Key;
 
-/// Interval between two checks that the process still runs.
+/// Interval between two checks that the Python process still runs.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Why the functions are not served.
@@ -33,22 +33,22 @@ pub enum ServeError {
         #[source]
         source: std::io::Error,
     },
-    /// The process exited by itself.
+    /// The Python process that serves the functions exited by itself.
     #[error("the process that serves the functions ended ({0}); see above")]
     Ended(ExitStatus),
 }
 
 impl ServeError {
-    /// Whether the command line is invalid.
+    /// Whether the error is an invalid command line (exit code 2).
     pub fn is_usage(&self) -> bool {
         matches!(self, Self::Setting(_) | Self::Python(PythonError::Setting(_)))
     }
 }
 
-/// Serves until it is asked to stop, then returns code 0.
+/// Serves the functions until a signal arrives, then returns exit code 0.
 ///
 /// # Errors
-/// When a flag or a function is invalid, or the serving process exits by itself.
+/// Fails when a flag or a function is invalid, or the serving process exits by itself.
 pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
     let system = |doing: &str| {
         let doing = doing.to_owned();
@@ -99,7 +99,7 @@ pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
     match ended {
         Some(status) => Err(ServeError::Ended(status)),
         None => {
-            // A second signal does not wait for requests in progress.
+            // After a second signal the command exits without waiting for requests in progress.
             tokio::select! {
                 _ = tokio::task::spawn_blocking(move || server.stop()) => {}
                 _ = signals.0.recv() => {}
@@ -110,7 +110,7 @@ pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
     }
 }
 
-/// Returns the rewards to paste into a job.
+/// Returns the served functions as rewards to paste into a job.
 fn stanza(server: &PythonServer, is_signed: bool) -> String {
     let host = match server.address.ip() {
         ip if ip.is_unspecified() => "THIS_MACHINE".to_owned(),

@@ -7,7 +7,7 @@ use super::{ConfigError, Device};
 /// Parses `auto`, `none`, or a list of devices.
 ///
 /// # Errors
-/// When the list is invalid; the error names a valid form.
+/// Fails when the list is invalid; the error names a valid form.
 pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
     match list.trim() {
         "auto" => Ok(detect_devices()),
@@ -38,7 +38,7 @@ fn detect_devices() -> Vec<Device> {
         !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
     };
     let gpus = match cfg!(feature = "cuda") {
-        // A container may hide one or the other.
+        // GPUs are counted in /proc, otherwise in /dev, because a container may hide one of them.
         true => count("/proc/driver/nvidia/gpus", |_| true).or_else(|| count("/dev", is_device)).unwrap_or(0),
         false => 0,
     };
@@ -57,7 +57,7 @@ fn visible(list: &str) -> usize {
 /// Instruction sets of the CPU kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Isa {
-    /// The best one that the machine supports.
+    /// The best instruction set that the machine supports.
     Auto,
     /// Code that runs on every machine.
     Portable,

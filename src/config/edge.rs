@@ -64,7 +64,7 @@ pub struct Edge {
     pub heavy_slots: Option<u32>,
     /// Free disk space below which jobs pause, in bytes; 0 = never.
     pub disk_reserve_bytes: u64,
-    /// Time limit for a request's headers, counted from the moment they could arrive.
+    /// Time limit for a request's headers, counted from the opening of the connection or the end of the previous response.
     pub header_timeout: Duration,
     /// Time limit between two pieces of a request's body.
     pub body_pause: Duration,
@@ -113,16 +113,16 @@ impl EdgeArgs {
 }
 
 impl Edge {
-    /// The network limits of a reward server.
+    /// Returns the network limits of `rlood reward-server`.
     ///
     /// # Errors
-    /// When a host is not a valid host name.
+    /// Fails when a host is not a valid host name.
     pub fn of_reward_server(allowed_hosts: &[String], max_connections: u32) -> Result<Self, ConfigError> {
         Ok(Self { allowed_hosts: hosts(allowed_hosts)?, max_connections, ..Self::default() })
     }
 }
 
-/// Returns the entries in lower case, without blanks and empty entries.
+/// Returns the entries of a host list in lower case, without blanks and empty entries.
 fn words(given: &[String]) -> Vec<String> {
     given.iter().map(|word| word.trim().to_ascii_lowercase()).filter(|word| !word.is_empty()).collect()
 }

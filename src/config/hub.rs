@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use super::ConfigError;
 use crate::hub::{HubEnvironment, PUBLIC_ENDPOINT};
 
-/// The datasets server of the public hub.
+/// URL of the datasets server of huggingface.co.
 const DATASETS_SERVER: &str = "https://datasets-server.huggingface.co";
 
 /// Flags of the hub. Other settings are read from the variables of huggingface_hub: HF_TOKEN, HF_TOKEN_PATH,
@@ -47,9 +47,9 @@ pub enum HubTokenFor {
 /// Validated settings of the hub.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HubConfig {
-    /// Settings from the environment variables.
+    /// The variables of huggingface_hub, such as HF_TOKEN.
     pub environment: HubEnvironment,
-    /// Who may use the token and the cache.
+    /// Who may use the server's own hub token and cache.
     pub token_for: HubTokenFor,
     /// URL of the server that lists the hub's parquet copies of datasets.
     pub datasets_server: Option<reqwest::Url>,
@@ -64,7 +64,7 @@ impl fmt::Debug for HubConfig {
 }
 
 impl HubConfig {
-    /// Returns settings under which no hub is contacted.
+    /// Returns settings with which the server contacts no hub.
     pub fn offline() -> HubConfig {
         HubConfig {
             environment: HubEnvironment { offline: true, ..HubEnvironment::read(|_| None) },
@@ -86,7 +86,7 @@ impl HubConfig {
         self.datasets_server.clone().or_else(|| public().flatten())
     }
 
-    /// Reads the settings from this process's environment variables.
+    /// Reads the hub settings from this process's environment variables.
     pub fn of_environment() -> HubConfig {
         let environment = HubEnvironment::read(|name| std::env::var(name).ok());
         HubConfig { environment, token_for: HubTokenFor::Admins, datasets_server: None, proxy: None }
@@ -116,6 +116,6 @@ fn read_url(name: &str, text: Option<&String>) -> Result<Option<reqwest::Url>, C
     let Some(text) = text.map(|text| text.trim()).filter(|text| !text.is_empty()) else { return Ok(None) };
     let url = reqwest::Url::parse(text).ok();
     let url = url.filter(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
-    // The text itself is left out, because it may contain a password.
+    // The error does not repeat the URL, because it may contain a password.
     url.map(Some).ok_or_else(|| ConfigError::new(format!("{name} must be an http:// or https:// URL")))
 }

@@ -25,20 +25,21 @@ pub struct KeysArgs {
     pub common: rlood_cli::Common,
 }
 
-/// The place where keys are managed.
+/// Where `rlood keys` manages API keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KeysPlace {
-    /// Directly in this data directory.
+    /// Directly in the database of this data directory.
     DataDir(PathBuf),
-    /// The API of a server.
+    /// Over the API of a server.
     Api,
 }
 
 impl KeysArgs {
-    /// Returns the place from the flag, else from `RLOOD_DATA_DIR`, else the server that a variable or a profile names.
+    /// Returns where to manage keys: the data directory of the flag or of `RLOOD_DATA_DIR`, or the API of the server that a
+    /// variable or a profile names.
     ///
     /// # Errors
-    /// When the profile file cannot be read.
+    /// Fails when the profile file cannot be read.
     pub fn place(&self) -> Result<KeysPlace, rlood_cli::CliError> {
         let variable = || std::env::var_os("RLOOD_DATA_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
         match &self.data_dir {

@@ -31,10 +31,10 @@ pub struct PythonRewards {
 }
 
 impl PythonRewardsArgs {
-    /// Checks that the folders exist.
+    /// Checks that the folders of `--python-rewards` exist, and returns the validated settings.
     ///
     /// # Errors
-    /// When one is not a directory, or keys are given without a folder.
+    /// Fails when a path is not a directory, or `--python-rewards-keys` is set without a folder.
     pub fn resolve(&self) -> Result<PythonRewards, ConfigError> {
         let given = self.python_rewards.iter().flatten().filter(|folder| !folder.as_os_str().is_empty());
         let canonical = given.map(|folder| {

@@ -8,7 +8,7 @@ use super::keys::{Life, parse_life};
 const AUDIT: &str = "400d";
 /// Default retention time of the reward answers that a retry can reuse.
 const JOURNALS: &str = "30d";
-/// Default retention time of messages that were delivered or given up.
+/// Default retention time of webhook messages that were delivered or given up.
 const DELIVERIES: &str = "30d";
 
 /// Flags of the retention times. By default only journals of jobs are removed. Nothing is removed before a job has ended.
@@ -79,7 +79,7 @@ pub struct Retention {
     pub models_ms: Option<i64>,
     /// Entries of the audit log.
     pub audit_ms: Option<i64>,
-    /// Messages that are not pending.
+    /// Webhook messages that were delivered or given up.
     pub deliveries_ms: Option<i64>,
 }
 

@@ -73,7 +73,7 @@ pub enum RewardFormat {
 
 #[derive(Debug, Clone, Args)]
 pub struct RewardArgs {
-    /// The action to perform.
+    /// The subcommand of `rlood reward`.
     #[command(subcommand)]
     pub command: RewardCommand,
 }

@@ -185,7 +185,7 @@ pub struct ServeConfig {
     pub retention: Retention,
     /// Validated settings of Python rewards.
     pub python_rewards: PythonRewards,
-    /// Whether `allow_outgoing` is the default, which a key in the database narrows.
+    /// Whether `allow_outgoing` is the default, which allows loopback only until the database contains an API key.
     pub default_outgoing: bool,
 }
 
@@ -206,7 +206,7 @@ impl ServeConfig {
     /// tests start from it.
     ///
     /// # Errors
-    /// When the system provides no random bytes.
+    /// Fails when the system provides no random bytes.
     pub fn loopback(data_dir: &Path) -> Result<Self, ConfigError> {
         Ok(Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
@@ -257,13 +257,13 @@ impl ServeConfig {
         }
     }
 
-    /// Returns the memory that a job may use: an even share of the limit.
+    /// Returns the memory that a job may use: an even share of the limit of all cpu workers.
     pub fn memory_per_worker(&self) -> Option<u64> {
         let workers = self.devices.iter().filter(|device| **device == Device::Cpu).count() as u64;
         self.memory_limit_bytes.map(|bytes| bytes / workers.max(1))
     }
 
-    /// Returns the kinds of devices that jobs may run on, the first one first.
+    /// Returns the kinds of devices (CPU, GPU) that jobs may run on, in the order of `--devices`.
     pub fn places(&self) -> Vec<Place> {
         let mut places: Vec<Place> = Vec::new();
         for device in &self.devices {
@@ -308,10 +308,10 @@ impl ServeArgs {
     /// Checks every setting. `cli` provides the log settings that the workers inherit.
     ///
     /// # Errors
-    /// The first invalid setting.
+    /// Returns the first invalid setting.
     pub fn resolve(&self, log: &str, log_format: LogFormat) -> Result<ServeConfig, ConfigError> {
         let api_key = checked_secret(self.api_key.as_deref(), "RLOOD_API_KEY (--api-key)")?;
-        // An existing database may contain keys. The server knows after it has opened the database.
+        // An existing database may contain API keys. The server reads them only after this check, when it opens the database.
         let may_have_key = api_key.is_some() || self.data_dir.join("rlood.db").exists();
         let listen = resolve_listen(&self.listen, may_have_key)?;
         let worker_token = match checked_secret(self.worker_token.as_deref(), "RLOOD_WORKER_TOKEN (--worker-token)")? {
@@ -381,7 +381,7 @@ fn parse_storage_limits(given: &[String]) -> Result<StorageLimits, ConfigError> 
     Ok(limits)
 }
 
-/// Checks the factor for delays.
+/// Checks the value of `--reward-pace`, the factor for delays after failures of reward services.
 fn parse_pace(factor: f64) -> Result<f64, ConfigError> {
     if factor > 0.0 && factor <= 1.0 {
         return Ok(factor);
@@ -414,10 +414,10 @@ fn checked_secret(given: Option<&str>, name: &str) -> Result<Option<String>, Con
     Ok(Some(secret.to_owned()))
 }
 
-/// Resolves the listen address. A name with several addresses resolves to its first IPv4 one.
+/// Resolves the listen address. A host name with several addresses resolves to its first IPv4 address.
 ///
 /// # Errors
-/// When it is not an address, or not loopback and there is no key.
+/// Fails when `--listen` is not an address, or is not a loopback address and there is no API key.
 pub fn resolve_listen(listen: &str, has_key: bool) -> Result<SocketAddr, ConfigError> {
     let advice = "use the form HOST:PORT, such as 127.0.0.1:8080";
     let addresses: Vec<SocketAddr> = listen
@@ -516,7 +516,8 @@ mod tests {
             config.keep_found(listed);
             assert_eq!(config.devices, kept);
         }
-        // Requested devices stay unchanged: the server reports later that they are missing.
+        // Devices that the user named are kept even if the driver does not list them: the server reports later that they are
+        // missing.
         config = ServeConfig { devices: all.clone(), devices_are_found: false, ..config };
         config.keep_found(0);
         assert_eq!(config.devices, all);
@@ -569,7 +570,7 @@ mod tests {
         if !cfg!(feature = "cuda") {
             let error = resolve(&["--devices", "cuda:0"]).unwrap_err().to_string();
             assert!(error.contains("built without CUDA"), "{error}");
-            // `rlood worker` uses the same message for its own --device.
+            // `rlood worker` uses this error message for its own --device flag too.
             assert!(error.contains("use cpu") && !error.contains("use --devices"), "{error}");
         }
     }

@@ -19,18 +19,18 @@ const GOAL_ACCURACY: f64 = 0.9;
 const GOAL_RISE: f64 = 0.2;
 /// Number of prompts that are shown with their answers.
 const SHOWN: usize = 5;
-/// The adapter file whose hash is compared.
+/// The adapter file whose hash is compared with the one that the server lists.
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// Name of the held-out metric: the mean of the built-in reward with weight 0.
 const ACCURACY: &str = "eval_rewards/exact_match/mean";
 
-/// Results before and after training.
+/// Results of the demo's job, before and after training.
 pub struct Outcome {
     job: JobId,
     before: f64,
     after: f64,
     shown: Vec<Shown>,
-    /// Metrics such as `reward` and `kl`, at the first and the last step.
+    /// Training metrics such as `reward` and `kl`, at the first and the last step.
     metrics: Vec<(String, Option<f64>, Option<f64>)>,
     adapter_dir: PathBuf,
     adapter_sha256: Sha256Digest,
@@ -45,7 +45,7 @@ struct Shown {
 }
 
 impl Outcome {
-    /// Reads all results over HTTP, and unpacks the adapter to `data_dir/adapter`.
+    /// Reads all results of the job over HTTP, and unpacks the adapter to `data_dir/adapter`.
     pub async fn read(client: &Client, job: JobId, steps: u64, data_dir: &Path) -> Result<Self, DemoError> {
         let rows = client.get_metrics(job, &MetricsQuery::default()).collect().await?;
         let value = |step: u64, key: &str| rows.iter().find(|row| row.step == step)?.get(key);
@@ -136,7 +136,7 @@ impl Outcome {
     }
 }
 
-/// Returns the greedy answer to a held-out prompt after `step`.
+/// Returns the model's greedy answer to a held-out prompt after `step` optimizer steps.
 async fn answer(client: &Client, job: JobId, step: u64, row: usize, question: &str) -> Result<String, DemoError> {
     let (prompt_id, contains) = (format!("row_{row}"), Some(question.to_owned()));
     let phase = Some(SamplePhase::Eval);

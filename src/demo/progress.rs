@@ -9,9 +9,9 @@ use crate::event::Phase;
 use crate::id::JobId;
 use crate::job::State;
 
-/// Interval between plain lines.
+/// Interval between two plain progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
-/// Interval between two requests for the job.
+/// Interval between two requests for the job's state.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Follows the progress of one job.
@@ -20,7 +20,7 @@ pub struct Progress {
     steps: u64,
 }
 
-/// The newest figures of a run.
+/// The newest metrics of the job.
 #[derive(Default)]
 struct Figures {
     step: u64,
@@ -31,7 +31,7 @@ struct Figures {
 }
 
 impl Progress {
-    /// Creates the display for a job of `steps` optimizer steps; `live` on a terminal.
+    /// Creates the progress display for a job of `steps` optimizer steps; `live` = draw a bar on a terminal.
     pub fn new(steps: u64, live: bool) -> Self {
         let style = ProgressStyle::with_template("{bar:30} {msg}").unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = live.then(|| ProgressBar::new(steps).with_style(style));

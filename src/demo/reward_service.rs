@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 
 use crate::reward::signature::{Key, KeyError};
 
-/// A running service. Dropping it stops the service.
+/// A running example reward service. Dropping the value stops the service.
 #[derive(Debug)]
 pub struct ExampleService {
     address: SocketAddr,

@@ -32,7 +32,7 @@ pub(super) const FILES: [&str; 2] = [adapter::CONFIG, adapter::WEIGHTS];
 
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
-        // The body is streamed to disk, and its size is checked there.
+        // No body limit here: an uploaded adapter is streamed to disk, and its size is checked there.
         .routes(routes!(create_adapter, list_adapters).layer(DefaultBodyLimit::disable()))
         .routes(routes!(get_stored_adapter, delete_adapter))
 }
@@ -105,7 +105,7 @@ struct HubAdapter {
 
 /// An adapter as a multipart form.
 #[derive(ToSchema)]
-#[expect(dead_code, reason = "describes the multipart body in the document")]
+#[expect(dead_code, reason = "only describes the multipart body in the OpenAPI document")]
 struct AdapterForm {
     /// Contents of the file adapter_config.json.
     #[schema(rename = "adapter_config.json", value_type = String, format = Binary)]
@@ -126,7 +126,7 @@ struct NameQuery {
     name: Option<String>,
 }
 
-/// The staged files of a request, with their name and origin.
+/// The adapter files that a request sent, in a staging directory, with their name and origin.
 struct Sent {
     name: Option<String>,
     dir: StagedDir,
@@ -210,13 +210,13 @@ async fn delete_adapter(State(state): State<AppState>, Path(id): Path<AdapterId>
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// An adapter that was read and checked, but is not stored yet.
+/// A received adapter whose files were checked, but which is not stored yet.
 struct New {
     row: AdapterRow,
     dir: StagedDir,
 }
 
-/// Reads and hashes the two files of a staged directory.
+/// Reads, checks and hashes the two adapter files in a staging directory.
 async fn read(state: &AppState, caller: &Caller, sent: Sent) -> Result<New, Problem> {
     let Sent { name, dir, origin } = sent;
     let owner = caller.owner().to_owned();
@@ -242,7 +242,8 @@ async fn read(state: &AppState, caller: &Caller, sent: Sent) -> Result<New, Prob
     Ok(New { row, dir })
 }
 
-/// Stores the files, then the row. The same files are stored once per owner. Returns the row, and whether it is new.
+/// Stores the adapter's files, then its database row. The same files are stored once per owner. Returns the row, and
+/// whether it is new.
 async fn store(state: &AppState, new: New) -> Result<(AdapterRow, bool), Problem> {
     let New { row, dir } = new;
     let id = row.id;
@@ -254,7 +255,7 @@ async fn store(state: &AppState, new: New) -> Result<(AdapterRow, bool), Problem
     Ok(created?)
 }
 
-/// Converts an error about invalid adapter files into a problem for the client.
+/// Converts an error about invalid adapter files into a problem document for the client.
 pub(super) fn unusable(error: &ModelCardError) -> Problem {
     let detail = error.to_string();
     Problem::new(Code::InvalidAdapter, detail.clone()).item(format!("/{}", error.file), "invalid", detail)
@@ -278,7 +279,7 @@ pub(super) async fn inspect_hub_adapter(
     Ok((row, dir))
 }
 
-/// Downloads the two files of a repository. Files of a commit are cached for a day.
+/// Downloads the two adapter files of a hub repository. Files of a commit are cached for a day.
 async fn fetch(state: &AppState, caller: &Caller, wanted: HubAdapter) -> Result<Sent, Problem> {
     check_disk(state)?;
     let HubAdapter { hub, revision, name } = wanted;

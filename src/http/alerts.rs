@@ -65,7 +65,7 @@ pub struct EndingView {
 }
 
 impl EndingView {
-    /// Combines an ending with the id and the step of the job's result.
+    /// Combines the reason why a job ended early with the id and the step of the checkpoint that is its result.
     pub(super) fn new(ending: Ending, result: Option<(CheckpointId, u64)>) -> Self {
         Self { ending, checkpoint: result.map(|(id, step)| Marked { id, step }) }
     }

@@ -20,7 +20,7 @@ use crate::id::{CheckpointId, JobId};
 use crate::protocol::FileEntry;
 use crate::store::{CheckpointRow, JobRow, StoreError, clock_ms};
 
-/// The files that PEFT and vLLM load, in the order of the archive.
+/// The adapter's files that PEFT and vLLM load, in the order of the tar archive.
 const ADAPTER_FILES: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
 const MANIFEST: &str = "manifest.json";
 
@@ -78,7 +78,8 @@ async fn list_checkpoints(
     let mut rows = state.store.checkpoint_list(id).await?;
     rows.sort_by_key(|row| std::cmp::Reverse(row.step));
     if let Some(after) = &query.after {
-        // The cursor is the step before the page, so it stays valid after the checkpoint it names is deleted.
+        // The cursor of the list is the step of the last checkpoint on the previous page, so it stays valid when that
+        // checkpoint is deleted.
         let step: u64 = after.strip_prefix('s').and_then(|step| step.parse().ok()).ok_or(StoreError::BadCursor)?;
         rows.retain(|row| row.step < step);
     }
@@ -261,7 +262,7 @@ async fn get_adapter(
         Some(Which::Best) => state.store.checkpoint_best(id).await?,
     };
     let Some(row) = row else {
-        // If the job has any checkpoint, it has a newest and a best one. Only the result can be missing.
+        // A job with any checkpoint has a newest and a best one, so only the job's result can be missing here.
         if state.store.checkpoint_latest(id).await?.is_some() {
             let detail =
                 "no checkpoint from before the alert that ended the job is kept; ask for which=last or which=best";
@@ -292,7 +293,7 @@ pub(super) fn no_checkpoint(state: &AppState, job: &JobRow) -> Problem {
         Some((kept_ms, _)) => {
             format!("checkpoints that are not pinned are removed {} after a job's end", life(kept_ms))
         }
-        None => "it ended before it saved one, or its checkpoints were removed".to_owned(),
+        None => "the job ended before it saved one, or its checkpoints were removed".to_owned(),
     };
     let detail = format!(
         "the job is {} and has no checkpoint: {why}; POST /jobs/{}/retry trains it again from the start",
@@ -302,7 +303,7 @@ pub(super) fn no_checkpoint(state: &AppState, job: &JobRow) -> Problem {
     Problem::new(Code::NoSuchCheckpoint, detail)
 }
 
-/// Formats a duration as in the operator's settings: `90d`, `12h`.
+/// Formats a retention time as in the server's flags: `90d`, `12h`.
 fn life(ms: i64) -> String {
     match ms / 1000 {
         seconds if seconds % 86_400 == 0 => format!("{}d", seconds / 86_400),
@@ -311,7 +312,7 @@ fn life(ms: i64) -> String {
     }
 }
 
-/// Finds a file by its name in the checkpoint's list. The client's text never becomes a path.
+/// Finds a file by its name in the checkpoint's list of files, so that the name in a request never becomes a path.
 fn file_of(state: &AppState, row: &CheckpointRow, name: &str) -> Result<Download, Problem> {
     let file = row.files.iter().find(|file| file.name == name);
     let FileEntry { name, size_bytes, sha256 } =

@@ -36,14 +36,15 @@ use streams::{Asker, over};
 pub use streams::Streams;
 pub use workers::{WorkerPass, require_worker};
 
-/// Marks a response that repeats an earlier one for the same Idempotency-Key: it changed nothing.
+/// Response header that marks the repetition of an earlier response for the same Idempotency-Key. Such a request changed
+/// nothing, so the audit log does not record it.
 pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
 /// A read request that takes longer than this has its credential checked again before it is answered.
 const RECHECK_AFTER: Duration = Duration::from_millis(100);
 /// Minimum interval between two updates of a key's last use, in ms.
 const LAST_USE_INTERVAL_MS: i64 = 60_000;
 
-/// Header with the hub token to use for this request.
+/// Request header with the token for the Hugging Face Hub to use for this request.
 const HUB_TOKEN: &str = "x-hub-token";
 
 /// The authenticated caller. Handlers take it as an argument.
@@ -105,7 +106,7 @@ impl Caller {
         (!self.who.scopes.has(Scope::Admin)).then_some(self.who.owner.as_str())
     }
 
-    /// The hub token that came with the request. It is never stored.
+    /// Returns the hub token that came with the request. It is never stored.
     pub fn hub_token(&self) -> Option<&Token> {
         self.hub_token.as_ref()
     }
@@ -135,8 +136,9 @@ impl<S: Send + Sync> FromRequestParts<S> for Caller {
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
         let caller = parts.extensions.get::<Caller>().cloned();
-        let mut caller = caller
-            .ok_or_else(|| Problem::internal("a route needs the caller but is outside the authentication layer"))?;
+        let mut caller = caller.ok_or_else(|| {
+            Problem::internal("a handler needs the caller, but its route is outside the authentication layer")
+        })?;
         if let Some(given) = parts.headers.get(HUB_TOKEN) {
             let token = given.to_str().ok().and_then(Token::new);
             let refused = || Problem::new(Code::InvalidRequest, "the header x-hub-token must contain a hub token");
@@ -146,7 +148,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Caller {
     }
 }
 
-/// The credential of a caller, kept to check it again later.
+/// The credential that a request carried, kept to check during a long request that it is still valid.
 #[derive(Debug, Clone)]
 pub(super) enum Credential {
     None,
@@ -184,7 +186,7 @@ impl Credential {
         })
     }
 
-    /// Looks up the caller. None = the credential is invalid or no longer valid.
+    /// Finds the caller that a credential belongs to. None = the credential is invalid or no longer valid.
     async fn caller(&self, state: &AppState) -> Result<Option<Caller>, StoreError> {
         let caller = match self {
             Credential::None => None,
@@ -214,7 +216,7 @@ pub(super) async fn keys_are_on(state: &AppState) -> Result<bool, StoreError> {
     Ok(exist)
 }
 
-/// Looks up the caller that a key belongs to.
+/// Finds the caller that an API key belongs to.
 pub(super) async fn of_key_text(state: &AppState, text: &str) -> Result<Option<Caller>, StoreError> {
     if state.config.api_key.as_deref().is_some_and(|key| is_equal(text, key)) {
         return Ok(Some(Caller::everything(Actor::Operator)));
@@ -232,7 +234,7 @@ pub(super) async fn of_key_text(state: &AppState, text: &str) -> Result<Option<C
     Ok(Some(Caller::of_key(&key)))
 }
 
-/// Compares the digests of two texts, which takes the same time for every input.
+/// Whether two secrets are equal. Compares their digests, so that the time does not depend on how much of a guess is right.
 fn is_equal(given: &str, expected: &str) -> bool {
     !expected.is_empty() && bool::from(Sha256::digest(given).ct_eq(&Sha256::digest(expected)))
 }
@@ -241,8 +243,8 @@ fn challenge(detail: &str) -> Problem {
     Problem::new(Code::Unauthorized, detail).header(header::WWW_AUTHENTICATE, "Bearer realm=\"rlood\"")
 }
 
-/// Layer of all routes but pages and the worker's. Answers 401 without a valid credential, 403 without the required scope, 404 for
-/// resources of other owners. Records changes in the audit log.
+/// Authentication layer of all routes except web pages and the worker protocol. Answers 401 without a valid credential, 403
+/// without the required scope, 404 for resources of other owners. Records changes in the audit log.
 pub async fn require_access(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
     let method = request.method().clone();
@@ -250,17 +252,17 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
     let others =
         route.as_ref().filter(|_| declared.is_none()).map(|route| access::methods_of(route)).unwrap_or_default();
     let access = match &route {
-        // The route is public (its document is open), so a wrong method is answered with 405 to every client.
+        // A public route: its existence is documented openly, so every client gets 405 for a wrong method.
         Some(_) if others.iter().any(|(_, access)| *access == Access::Open) => return not_taken(&method, &others),
         Some(_) if !others.is_empty() => Access::Needs(Scope::Read),
         Some(_) => declared.unwrap_or(Access::Needs(Scope::Admin)),
-        // An unknown route: a client without a key must not learn which routes exist.
+        // An unknown route requires a key like others, so that a client without a key does not learn which routes exist.
         None => Access::Needs(Scope::Read),
     };
     let headers = request.headers().clone();
     let client = Client::of(&state, &headers, request.extensions());
     let Access::Needs(scope) = access else {
-        // Rate limits for unauthenticated clients are per address.
+        // Clients without an API key are limited per IP address.
         request.extensions_mut().insert(client);
         return next.run(request).await;
     };
@@ -285,10 +287,11 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
     let connection = request.extensions().get::<Connection>().cloned();
     let response = match &note {
         None => answer_while_good(&state, &credential, next.run(request)).await,
-        // A request that changes something runs to its end: cutting off its response would only hide the result.
+        // Only reads are ended when the key becomes invalid. A request that changes something runs to its end, because dropping
+        // its response would only hide the result.
         Some(_) => next.run(request).await,
     };
-    // Failed requests and repeated responses changed nothing.
+    // The audit log records only requests that changed something: not failed ones, not repeated responses.
     let changed = !response.status().is_client_error()
         && !response.status().is_server_error()
         && !response.headers().contains_key(REPLAYED);
@@ -312,7 +315,8 @@ fn not_taken(method: &Method, others: &[(&'static str, Access)]) -> Response {
     Problem::new(Code::MethodNotAllowed, detail).header(header::ALLOW, allowed).into_response()
 }
 
-/// Checks the credential and the scope. `scope` is None for an unknown route: any valid key may learn that it does not exist.
+/// Checks the credential of a request and its scope. For an unknown route `scope` is None: with any valid key
+/// the answer is 404.
 async fn admit(
     state: &AppState,
     client: Client,
@@ -359,7 +363,7 @@ async fn check_owner(
     let (kind, Some("{id}")) = (pattern.next().unwrap_or(""), pattern.next()) else { return Ok(()) };
     let Some(id) = path.trim_start_matches('/').split('/').nth(1).and_then(percent_decoded) else { return Ok(()) };
     let store = &state.store;
-    // The handler answers an id of another form with 404.
+    // An id that cannot be parsed has no owner to check; the handler answers 404 for it.
     let owner = match kind {
         "jobs" => match id.parse() {
             Ok(id) => store.job_owner(id).await?,
@@ -393,7 +397,7 @@ async fn check_owner(
             other => other,
         },
         _ => {
-            let detail = format!("{route} has an id without a rule for its owner");
+            let detail = format!("no ownership rule exists for the id in the path of {route}");
             return Err(Problem::internal(detail));
         }
     };
@@ -447,7 +451,8 @@ async fn record_change(state: &AppState, caller: &Caller, noted: AuditEntry) {
     }
 }
 
-/// Waits for the response, and returns 401 as soon as the caller's credential is no longer valid: a long poll can take an hour.
+/// Waits for the response of a read request, and returns 401 as soon as the caller's credential is no longer valid: a long poll
+/// can take an hour.
 async fn answer_while_good(
     state: &AppState,
     credential: &Credential,
@@ -464,7 +469,7 @@ async fn answer_while_good(
     response
 }
 
-/// Whether a credential is no longer valid. A database error does not end the request.
+/// Whether a credential is no longer valid. False after a database error, so that the error does not end the request.
 async fn is_over(state: &AppState, credential: &Credential) -> bool {
     matches!(credential.caller(state).await, Ok(None))
 }

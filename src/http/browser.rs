@@ -71,7 +71,8 @@ async fn check_browser(state: &AppState, method: &Method, headers: &HeaderMap, n
     let config = &state.config;
     let text = |name| headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok());
     for Name { whole, host } in names {
-        // A literal address cannot be rebound. Without keys, only this server's own addresses are accepted.
+        // DNS rebinding needs a host name, so literal IP addresses are safe. Without keys, only this server's own addresses are
+        // accepted.
         if is_ours(config, host) || (host.parse::<IpAddr>().is_ok() && auth::keys_are_on(state).await?) {
             continue;
         }
@@ -102,7 +103,7 @@ async fn check_browser(state: &AppState, method: &Method, headers: &HeaderMap, n
     Ok(())
 }
 
-/// Scheme, host and port of a URL that was validated before.
+/// Returns the origin (scheme, host, port) of a URL that was validated before.
 fn reqwest_origin(url: &str) -> Option<String> {
     let uri: Uri = url.parse().ok()?;
     Some(format!("{}://{}", uri.scheme_str()?, uri.authority()?))

@@ -22,7 +22,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(take_callback))
 }
 
-/// Returns the callback address, and the key from which callback tokens are derived.
+/// Returns the base URL for callbacks of reward services, and the secret from which callback tokens are derived.
 pub(super) async fn terms(state: &AppState) -> Result<CallbackTerms, Problem> {
     let fresh = random_token().map_err(Problem::internal)?;
     let key = state.store.server_secret("reward_callbacks", &fresh).await?;
@@ -85,7 +85,8 @@ async fn take_callback(
     let unknown = || Problem::not_found("reward request", &id);
     match (state.store.callback_is_known(&id).await?, token) {
         (true, token) => token.map_err(|_| unauthorized(&headers))?,
-        // Only this server can have created the token: the request is complete, or its job has ended.
+        // The token is valid, so this server created the request, which is no longer open: it is complete, or its job has
+        // ended.
         (false, Ok(())) => {
             return Err(gone("no job is waiting for this answer: the request is complete, or its job has ended"));
         }

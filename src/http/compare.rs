@@ -231,7 +231,8 @@ async fn find(state: &AppState, caller: &Caller, ids: &[JobId]) -> Result<Vec<Jo
     }))
 }
 
-/// Finds leaves of the configurations that are not equal in all of them. Lists are compared as a whole unless they contain objects.
+/// Finds the settings whose values differ between the jobs' configurations. Lists are compared as a whole
+/// unless they contain objects.
 fn differences(configs: &[Value]) -> Vec<Difference> {
     let mut found = Vec::new();
     let values: Vec<Option<&Value>> = configs.iter().map(Some).collect();
@@ -246,7 +247,7 @@ fn compare_at(pointer: String, values: &[Option<&Value>], found: &mut Vec<Differ
     let present = || values.iter().flatten();
     let opened = present().count() > 1;
     if opened && present().all(|value| value.is_object()) {
-        // Keys in order of first appearance, beginning with the first job.
+        // The keys of all configurations, in order of first appearance, beginning with the first job.
         let mut names: Vec<&String> = Vec::new();
         for name in present().filter_map(|value| value.as_object()).flat_map(|object| object.keys()) {
             if !names.contains(&name) {
@@ -290,7 +291,7 @@ fn aligned(courses: &[Vec<StepRow>], keys: &[String]) -> Vec<ComparedStep> {
     rows.into_iter().map(|(step, metrics)| ComparedStep { step, metrics }).collect()
 }
 
-/// Downsamples as `GET /jobs/{id}/metrics` does: every metric of every job keeps its lowest and highest values.
+/// Downsamples the steps as `GET /jobs/{id}/metrics` does: every metric of every job keeps its lowest and highest values.
 fn thinned(rows: Vec<ComparedStep>, keys: &[String], jobs: usize, max_points: usize) -> Vec<ComparedStep> {
     if rows.len() <= max_points {
         return rows;

@@ -55,7 +55,7 @@ struct RewardRequestJob {
 /// The purpose of the scores of a request.
 #[derive(Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
-#[expect(dead_code, reason = "describes the contract in the document")]
+#[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 enum RewardPhase {
     /// Training of the job's model.
     Train,
@@ -127,7 +127,7 @@ struct RewardRequestSample {
 /// The scores, in any of these forms.
 #[derive(Deserialize, ToSchema)]
 #[serde(untagged)]
-#[expect(dead_code, reason = "describes the contract in the document")]
+#[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 enum RewardAnswer {
     /// Scores by sample id (recommended).
     Results(RewardResults),
@@ -153,7 +153,7 @@ enum RewardAnswer {
 
 /// The request is accepted and will be answered later.
 #[derive(Deserialize, ToSchema)]
-#[expect(dead_code, reason = "describes the contract in the document")]
+#[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 struct RewardAccepted {
     /// Id of the request, or an id of the service.
     id: Option<String>,
@@ -168,7 +168,7 @@ struct RewardAccepted {
 /// Scores by sample id. Unknown ids are ignored and counted, the first of duplicate results counts, and missing
 /// samples are requested again.
 #[derive(Deserialize, ToSchema)]
-#[expect(dead_code, reason = "describes the contract in the document")]
+#[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 struct RewardResults {
     /// Version of the contract: `1`.
     version: Option<String>,
@@ -180,7 +180,7 @@ struct RewardResults {
 
 /// The score of one sample, or the reason why it is missing.
 #[derive(Deserialize, ToSchema)]
-#[expect(dead_code, reason = "describes the contract in the document")]
+#[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 pub(super) struct RewardResult {
     /// The id of the sample in the request.
     sample_id: String,
@@ -198,7 +198,7 @@ pub(super) struct RewardResult {
 
 /// Why a reward is missing.
 #[derive(Deserialize, ToSchema)]
-#[expect(dead_code, reason = "describes the contract in the document")]
+#[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 struct RewardError {
     /// An error code of the service.
     #[schema(example = "judge_timeout")]
@@ -210,7 +210,7 @@ struct RewardError {
 
 /// Some or all scores of a request.
 #[derive(Deserialize, ToSchema)]
-#[expect(dead_code, reason = "describes the contract in the document")]
+#[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 struct RewardCallback {
     /// The id of the request; optional.
     id: Option<RewardRequestId>,
@@ -248,7 +248,7 @@ struct RewardPing {
 
 /// Optional capabilities of a service.
 #[derive(Deserialize, ToSchema)]
-#[expect(dead_code, reason = "describes the contract in the document")]
+#[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 struct RewardPong {
     /// Maximum number of samples in one request.
     max_batch_samples: Option<u32>,
@@ -293,7 +293,7 @@ struct RewardPong {
         (status = "5XX", description = "Retried with back-off"),
     ),
 )]
-#[expect(dead_code, reason = "describes the contract in the document")]
+#[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 fn reward_score_request() {}
 
 /// Check that a service is reachable
@@ -304,14 +304,14 @@ fn reward_score_request() {}
     request_body = RewardPing,
     responses((status = "2XX", description = "The service is reachable", body = Option<RewardPong>)),
 )]
-#[expect(dead_code, reason = "describes the contract in the document")]
+#[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 fn reward_ping() {}
 
 #[derive(utoipa::OpenApi)]
 #[openapi(paths(reward_score_request, reward_ping), components(schemas(RewardCallback, RewardCallbackTaken)))]
 struct Contract;
 
-/// Returns the contract's webhooks by name, and the schemas that they refer to.
+/// Returns the requests of the reward contract by name, for the OpenAPI section `webhooks`, and the schemas that they refer to.
 pub(super) fn webhooks() -> (Paths, Option<Components>) {
     let OpenApi { mut paths, components, .. } = Contract::openapi();
     paths.paths = paths.paths.into_iter().map(|(path, item)| (path.trim_start_matches('/').to_owned(), item)).collect();

@@ -41,14 +41,14 @@ impl Cookie {
         Sha256::digest(&self.0).to_vec()
     }
 
-    /// Derives the CSRF token from the cookie, which pages cannot read. So the token need not be stored.
+    /// Derives the CSRF token from the session cookie, which scripts cannot read, so that the token need not be stored.
     pub(super) fn csrf_token(&self) -> String {
         let mut mac = Hmac::<Sha256>::new_from_slice(self.0.as_bytes()).expect("HMAC takes keys of any length");
         mac.update(b"rlood csrf token");
         hex::encode(mac.finalize().into_bytes())
     }
 
-    /// Answers 403 when the request changes something and does not repeat the token.
+    /// Answers 403 when the request changes something and its `x-csrf-token` is missing or wrong.
     pub(super) fn check_csrf(&self, method: &Method, given: Option<&HeaderValue>) -> Result<(), Problem> {
         if matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) {
             return Ok(());
@@ -61,7 +61,7 @@ impl Cookie {
         Err(Problem::new(Code::InvalidCsrfToken, detail))
     }
 
-    /// The cookie as the browser sent it.
+    /// Returns the session cookie as the browser sent it.
     pub(super) fn text(&self) -> &str {
         &self.0
     }

@@ -1,4 +1,5 @@
-//! `POST /datasets/preview`: shows what rows would become, and how a model would read them. Nothing is stored.
+//! `POST /datasets/preview`: shows how a mapping would convert rows, and how a model would read their prompts. Nothing is
+//! stored.
 
 use axum::extract::{DefaultBodyLimit, Request, State};
 use serde::{Deserialize, Serialize};
@@ -194,7 +195,7 @@ fn view(preview: Preview, text: Option<&Text>, origin: Value) -> DatasetPreview 
     DatasetPreview { columns, source_rows, rows, suggested_map, errors, origin }
 }
 
-/// Converts a row, and renders its prompt as the model reads it.
+/// Renders the prompt of a mapped row as the model reads it, and counts its tokens.
 fn read_as(text: Option<&Text>, record: Value) -> MappedRow {
     let Some(text) = text else { return MappedRow { record, text: None, num_tokens: None, problem: None } };
     let kwargs = Map::new();

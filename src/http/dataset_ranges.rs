@@ -9,7 +9,7 @@ use crate::causes::with_causes;
 use crate::data::{Ranges, Source};
 use crate::hub::{Hub, RepoFile, RepoPlan};
 
-/// A file on the hub, read by a thread that may block.
+/// A remote file on the hub with `Read` and `Seek`, for a thread that may block.
 struct HubRanges {
     hub: Hub,
     plan: RepoPlan,

@@ -23,7 +23,7 @@ use crate::files::StagedDone;
 use crate::hub::{Hub, Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
 use crate::spec::HubDataset;
 
-/// Capacity of the channel from the conversion thread to the file, in pieces.
+/// Capacity of the channel from the conversion thread to the task that writes the file, in chunks.
 const PIECES: usize = 4;
 
 /// How much of a file a preview reads, in bytes.
@@ -33,17 +33,17 @@ pub(super) const PREVIEW_BYTES: u64 = 8 << 20;
 pub(super) struct Files {
     /// The sources, in order.
     pub(super) sources: Vec<Source>,
-    /// Format by media type, if the media type is specific.
+    /// Format of the files given by the request's media type; None if the media type is generic.
     pub(super) format: Option<Format>,
     /// Origin of the files, stored with the dataset.
     pub(super) origin: Value,
     /// The uploaded file, kept until it was read.
     pub(super) staged: Option<StagedDone>,
-    /// The dataset to download if the byte ranges for a preview cannot be fetched.
+    /// The hub dataset to download if the hub does not serve byte ranges for a preview.
     whole: Option<Box<Found>>,
 }
 
-/// Cancels a conversion when its request is dropped.
+/// Stops a conversion thread when its request is dropped.
 struct CancelOnDrop(Arc<AtomicBool>);
 
 impl Drop for CancelOnDrop {
@@ -52,7 +52,7 @@ impl Drop for CancelOnDrop {
     }
 }
 
-/// The writer that a conversion writes to, piece by piece.
+/// The writer to which a conversion thread writes converted rows, chunk by chunk.
 struct Pipe(mpsc::Sender<Vec<u8>>);
 
 impl std::io::Write for Pipe {
@@ -88,7 +88,7 @@ pub(super) async fn convert_files(
         drop(raw);
         converted
     });
-    // The conversion itself enforces the size limit, with a helpful message.
+    // No size limit for the writer, because the conversion enforces it with a better error message.
     let mut out = state.files.stage(u64::MAX).await?;
     while let Some(piece) = pieces.recv().await {
         check_disk(state)?;
@@ -98,7 +98,7 @@ pub(super) async fn convert_files(
     Ok((converted.summary, out.finish().await?, origin))
 }
 
-/// Stores rows that a thread writes.
+/// Checks and stores the rows that a conversion thread writes.
 pub(super) async fn written(
     state: &AppState,
     format: Format,
@@ -115,7 +115,7 @@ pub(super) async fn written(
         Some((Ok::<_, Problem>(Bytes::from(piece)), pieces))
     });
     let read = read_rows(state, format, Box::pin(pieces), |problem| problem).await;
-    // If the receiver has failed, the writer ends with a broken pipe, which is not the cause.
+    // The error of storing rows comes first: after it the conversion thread fails too, but only with a broken pipe.
     let written = work.await.map_err(Problem::internal)?;
     let rows = read?;
     written.map_err(Problem::internal)?;
@@ -277,7 +277,7 @@ async fn converted_branch(
             return Err(cannot_choose(repo, &unreadable));
         }
     };
-    // The layout that a README would describe.
+    // The grouping of files by config and split that the dataset's README would otherwise describe.
     let mut configs: Vec<(String, Vec<(String, String)>)> = Vec::new();
     for file in &listed {
         let entry = (file.split.clone(), file.path.clone());
@@ -300,13 +300,13 @@ async fn converted_branch(
     Ok((branch, info, chosen))
 }
 
-/// Wraps rows that are in a local file.
+/// Creates the sources for rows in a local file.
 pub(super) fn stored(name: &str, path: PathBuf, origin: Value, staged: Option<StagedDone>) -> Files {
     let sources = vec![Source::file(name.to_owned(), path)];
     Files { sources, format: Some(Format::Ndjson), origin, staged, whole: None }
 }
 
-/// Wraps an uploaded file.
+/// Creates the sources for an uploaded file.
 pub(super) fn uploaded(name: Option<&str>, format: Option<Format>, staged: StagedDone) -> Files {
     let name = name.map_or_else(|| "the upload".to_owned(), |name| shortened(name).to_string());
     let path: PathBuf = staged.path().to_owned();

@@ -33,7 +33,7 @@ const PAGE_BYTES: usize = 4 * 1024 * 1024;
 
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
-        // The body is streamed to disk, and its size is checked there.
+        // No body limit here: uploaded rows are streamed to disk, and their size is checked there.
         .routes(routes!(create_dataset, list_datasets).layer(DefaultBodyLimit::disable()))
         .routes(routes!(get_dataset, delete_dataset))
         .routes(routes!(list_rows))
@@ -75,7 +75,7 @@ impl From<DatasetRow> for Dataset {
 
 /// A dataset as a multipart form.
 #[derive(ToSchema)]
-#[expect(dead_code, reason = "describes the multipart body in the document")]
+#[expect(dead_code, reason = "only describes the multipart body in the OpenAPI document")]
 struct DatasetForm {
     /// The rows. The content type of the field or its file name (.ndjson, .jsonl, .csv, .json) determines the format.
     #[schema(value_type = String, format = Binary)]
@@ -147,7 +147,8 @@ async fn store_dataset(
     Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &Dataset::from(row))
 }
 
-/// Stores the bytes, then the row. The same bytes are stored once per owner. Returns the row, and whether it is new.
+/// Stores a dataset's file, then its database row. The same bytes are stored once per owner. Returns the row, and
+/// whether it is new.
 pub(super) async fn store_rows(
     state: &AppState,
     owner: &str,
@@ -254,7 +255,7 @@ async fn list_rows(
     }
 }
 
-/// Start of a page: the row number and its offset in the file.
+/// Cursor of the list of rows: the number of the first row of a page, and its byte offset in the file.
 struct Cursor {
     row: u64,
     offset: u64,
@@ -267,7 +268,7 @@ fn parse_cursor(text: &str, dataset: &DatasetRow) -> Option<Cursor> {
         .then_some(cursor)
 }
 
-/// Reads a page. `None` when no row begins at the offset, so the cursor was not issued by this server.
+/// Reads a page of rows. `None` when no row begins at the offset, so the cursor is not one of this server's.
 fn read_page(path: &std::path::Path, begin: Cursor, limit: u32, num_rows: u64) -> std::io::Result<Option<RowPage>> {
     let Cursor { mut row, mut offset } = begin;
     let mut reader = BufReader::new(std::fs::File::open(path)?);

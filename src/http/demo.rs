@@ -56,7 +56,7 @@ async fn create(state: AppState, caller: Caller) -> Result<Answer, Problem> {
         Err(StoreError::NotFound { .. }) => {
             let here = directory(&state);
             run_blocking(move || bundle::unpack_model(&here)).await?;
-            // The model is shared by all owners, whichever key asked first.
+            // The bundled model is shared by all owners, whichever key requested the demo first.
             register(&state, String::new(), MODEL.to_owned(), source(&state), None).await?;
         }
         Err(error) => return Err(error.into()),
@@ -66,12 +66,13 @@ async fn create(state: AppState, caller: Caller) -> Result<Answer, Problem> {
     submit(state, caller, job(train, held_out), None).await
 }
 
-/// Updates the path of the bundled model in its record, if there is one, and unpacks the model if its files are missing: a backup
-/// does not contain them, and the data directory may have been moved. Call this before jobs can be claimed.
+/// Updates the path of the bundled model in its database record, if there is one, and unpacks the model if its
+/// files are missing: a backup does not contain them, and the data directory may have been moved. Call this before
+/// workers can claim jobs.
 pub async fn settle(state: &AppState) -> Result<(), Problem> {
     let row = match state.store.model_get(MODEL).await {
         Ok(row) if row.owner.is_empty() => row,
-        // A user's own model with this id.
+        // A model that a user registered under this id is left unchanged.
         Ok(_) | Err(StoreError::NotFound { .. }) => return Ok(()),
         Err(error) => return Err(error.into()),
     };
@@ -124,7 +125,7 @@ async fn store_dataset(
     Ok(store_rows(state, caller.owner(), Some(name.to_owned()), (summary, staged, None)).await?.0.id)
 }
 
-/// The job as a user would write it. `rlood demo` runs the same job with a reward service.
+/// Returns the demo job as a user would write it. `rlood demo` runs the same job with a reward service.
 fn job(train: DatasetId, held_out: DatasetId) -> Value {
     json!({
         "name": "demo: sums",
@@ -133,7 +134,7 @@ fn job(train: DatasetId, held_out: DatasetId) -> Value {
         "eval": {"dataset": {"id": held_out}, "every_steps": 10, "before_start": true, "num_generations": 1, "temperature": 0},
         "rewards": [
             {"name": "correct", "type": "exact_match", "column": "answer"},
-            // Weight 0: the reward is logged but not trained on.
+            // A reward with weight 0 is logged but not trained on.
             {"name": "digits", "type": "regex", "pattern": "^-?[0-9]+$", "weight": 0},
         ],
         "rloo": {"num_generations": 8, "beta": 0.01},

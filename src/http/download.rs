@@ -21,7 +21,7 @@ const TAR_BLOCK: u64 = 512;
 /// Maximum size of a tar that is read to compute its digest before it is sent, in bytes: some 50 ms on a CPU with SHA instructions.
 const MAX_DIGESTED_BYTES: u64 = 64 << 20;
 
-/// Headers with which a client selects bytes and lists_tag its cached version.
+/// Request headers with which a client selects bytes of a file and names the version that it has cached.
 #[derive(IntoParams)]
 #[into_params(parameter_in = Header)]
 #[expect(dead_code, reason = "describes the headers in the document")]
@@ -53,7 +53,7 @@ pub struct Download {
 /// Answers GET and HEAD of a file: 200, 206, 304, 412 or 416.
 ///
 /// # Errors
-/// 412, 416, or 500 when the file cannot be opened.
+/// Answers 412 or 416 for the request's conditions and range, 500 when the file cannot be opened.
 pub async fn send_file(method: &Method, headers: &HeaderMap, file: &Download) -> Result<Response, Problem> {
     let etag = format!("\"{}\"", file.sha256);
     if let Some(response) = answered_by_condition(headers, &etag)? {
@@ -72,7 +72,7 @@ pub async fn send_file(method: &Method, headers: &HeaderMap, file: &Download) ->
 /// to 64 MiB have a digest, because it requires reading all files first.
 ///
 /// # Errors
-/// 412, 416, or 500 when a file cannot be opened.
+/// Answers 412 or 416 for the request's conditions and range, 500 when a file cannot be opened.
 pub async fn send_tar(
     method: &Method,
     headers: &HeaderMap,
@@ -124,7 +124,7 @@ async fn stretch_of(pieces: &[Piece<'_>], first: u64, length: u64) -> Result<Pie
         begin = end;
         match piece {
             _ if first == last => {}
-            // The padding is at most two blocks, so the conversions cannot overflow.
+            // The padding of a tar is at most two blocks, so these integer conversions cannot overflow.
             Piece::Buffered(bytes) => {
                 let bytes = bytes.slice(first as usize..last as usize);
                 parts.push(stream::once(async { Ok(bytes) }).boxed());
@@ -137,9 +137,9 @@ async fn stretch_of(pieces: &[Piece<'_>], first: u64, length: u64) -> Result<Pie
 
 /// One piece of a tar.
 enum Piece<'f> {
-    /// A header or padding.
+    /// A tar header or padding.
     Buffered(Bytes),
-    /// The contents of a file.
+    /// The contents of a file in the tar.
     Stored(&'f Download),
 }
 
@@ -167,7 +167,7 @@ struct Span {
 }
 
 impl Span {
-    /// Reads `Range` and `If-Range`. Returns 416 when the range is outside the file.
+    /// Reads the request headers `Range` and `If-Range`. Answers 416 when the range is outside the file.
     fn from_headers(method: &Method, headers: &HeaderMap, etag: &str, size: u64) -> Result<Self, Problem> {
         let range = match text(headers, header::RANGE) {
             Some(range) if *method == Method::GET && range_applies(headers, etag) => parse_range(range, size),
@@ -225,8 +225,8 @@ async fn open(file: &Download) -> Result<tokio::fs::File, Problem> {
     }
 }
 
-/// Returns the next `length` bytes, or an error that cuts the connection: a client must never mistake a truncated file
-/// for a whole one.
+/// Reads the next `length` bytes of a file. An error closes the connection, so that a client never mistakes a truncated file
+/// for a complete one.
 fn exactly(file: tokio::fs::File, length: u64) -> impl Stream<Item = std::io::Result<Bytes>> {
     let mut seen = 0;
     let pieces = ReaderStream::with_capacity(file.take(length), PIECE_BYTES).map(Some);
@@ -273,7 +273,8 @@ fn answered_by_condition(headers: &HeaderMap, etag: &str) -> Result<Option<Respo
     Ok(None)
 }
 
-/// Whether a list of entity tags contains this one. The server's tags contain no comma.
+/// Whether a request header's list of entity tags contains this tag. The server's tags contain no comma, so the list
+/// is split at commas.
 fn lists_tag(list: &str, etag: &str, weak: bool) -> bool {
     list.split(',')
         .map(str::trim)
@@ -296,7 +297,8 @@ enum Range {
     Unsatisfiable,
 }
 
-/// Parses one range of bytes. Anything else is ignored, as the standard permits: several ranges, other units, invalid syntax.
+/// Parses a `Range` header with one range of bytes. Several ranges, other units and invalid syntax are ignored,
+/// as RFC 9110 permits.
 fn parse_range(text: &str, size: u64) -> Range {
     let Some((unit, range)) = text.split_once('=') else { return Range::Whole };
     let Some((first, last)) = range.trim().split_once('-') else { return Range::Whole };
@@ -304,7 +306,7 @@ fn parse_range(text: &str, size: u64) -> Range {
     if !unit.trim().eq_ignore_ascii_case("bytes") || !digits(first) || !digits(last) {
         return Range::Whole;
     }
-    // A number that overflows u64 is beyond the end of every file.
+    // A byte position that overflows u64 is beyond the end of every file.
     let number = |text: &str| text.parse::<u64>().unwrap_or(u64::MAX);
     match (first.is_empty(), last.is_empty()) {
         (true, true) => Range::Whole,

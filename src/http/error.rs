@@ -16,13 +16,13 @@ use crate::store::StoreError;
 use crate::store::publish::PublishError;
 
 tokio::task_local! {
-    /// The id of the request that this task answers. The outermost layer sets it; it is read when a problem is written.
+    /// The id of the request that this task answers. The outermost layer sets the id, and problem responses contain it.
     pub(super) static REQUEST_ID: String;
 }
 
 macro_rules! codes {
     ($($(#[$doc:meta])* $variant:ident = $code:literal, $status:literal, $retryable:literal, $title:literal;)+) => {
-        /// A stable error code. Each is one line of the table.
+        /// A stable error code. Each is one line of the table below.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum Code {
             $($(#[$doc])* #[doc = concat!("`", $code, "`: ", $title, ".")] $variant,)+
@@ -43,7 +43,7 @@ macro_rules! codes {
     };
 }
 
-// code, HTTP status, whether the same request may succeed later, title
+// Columns: code, HTTP status, whether the same request may succeed later, title.
 codes! {
     InvalidJson = "invalid_json", 400, false, "The body is not JSON";
     InvalidDocument = "invalid_document", 400, false, "The body cannot be parsed";
@@ -112,7 +112,7 @@ impl Code {
         self.row().2
     }
 
-    /// The code for a status that came without one.
+    /// Returns the error code for an HTTP status that came without one, for example from a layer of axum.
     pub fn of_status(status: StatusCode) -> Code {
         match status.as_u16() {
             401 => Code::Unauthorized,
@@ -197,7 +197,7 @@ impl Problem {
         Self::new(Code::NotFound, format!("there is no {kind} '{}'", shortened(&id.to_string())))
     }
 
-    /// A server error: the client gets only the request id, the log gets the cause.
+    /// Creates a problem for an error of the server. The client gets only the request id, the log gets the cause.
     pub fn internal(cause: impl fmt::Display) -> Self {
         Self::new(Code::Internal, "an unexpected error occurred; see the server's log for this request_id")
             .because(cause)
@@ -210,7 +210,7 @@ impl Problem {
         self
     }
 
-    /// Replaces the code and keeps everything else.
+    /// Replaces the code of the problem and keeps everything else.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         self.inner.code = code;
@@ -341,7 +341,7 @@ impl IntoResponse for Problem {
         let Inner { code, detail, errors, headers, cause } = *self.inner;
         let request_id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
         let status = code.status();
-        // Logged here and nowhere else: every error ends here.
+        // Errors of requests are logged only here, because every one becomes a response here.
         let cause = cause.as_deref().unwrap_or("");
         if matches!(code, Code::Overloaded | Code::NotReady | Code::StorageFull) {
             tracing::warn!(%request_id, code = code.as_str(), cause, "{detail}");
@@ -370,11 +370,11 @@ impl IntoResponse for Problem {
     }
 }
 
-/// Marks a response that is already a problem, so that the outer layer leaves it unchanged.
+/// Marks a response that is already a problem document, so that the outermost layer leaves it unchanged.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct IsProblem;
 
-/// Shortens a text from a client to a length that is safe to repeat in a response.
+/// Shortens a text that a client sent to a length that a response can repeat.
 pub fn shortened(text: &str) -> String {
     const LONGEST: usize = 120;
     match text.char_indices().nth(LONGEST) {

@@ -23,15 +23,15 @@ use super::{metrics, samples, summary};
 use crate::id::JobId;
 use crate::store::{EventRow, LogRow};
 
-/// Events per page while a stream replays.
+/// Number of past events that a stream reads from the database at a time.
 const REPLAY_PAGE: u32 = 100;
-/// Maximum number of events buffered for a slow client.
+/// Maximum number of events that a stream buffers for a slow client.
 const BACKLOG: usize = 128;
-/// How long a client may read nothing before it is disconnected.
+/// How long a client of a stream may read nothing before the server disconnects it.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between two keep-alive comments on a quiet stream.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
-/// How long a browser waits before it reconnects.
+/// Delay after which a browser reconnects a broken stream (`retry` of the server-sent events).
 const RECONNECT: Duration = Duration::from_secs(3);
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
 
@@ -121,7 +121,8 @@ async fn list_events(
     };
     let after = parse_seq(after, name)?;
     let newest = state.store.job_get(id).await?.last_seq;
-    // The client knows events that a restored backup does not contain: the same numbers now belong to other events.
+    // The client's number is beyond the job's events, as after restoring a backup. The same numbers will belong to other
+    // events, so the request is rejected.
     if after > newest {
         let detail = format!("the job's newest event is {newest}: start again without it");
         return Err(invalid_seq(name, &detail));
@@ -144,13 +145,13 @@ async fn list_events(
         .into_response())
 }
 
-/// Whether a client names server-sent events in `Accept`. A client that accepts anything gets a response that ends.
+/// Whether a client names `text/event-stream` in `Accept`. A client that accepts any type gets a JSON page instead of a stream.
 pub(super) fn wants_stream(headers: &HeaderMap) -> bool {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     accepted.flat_map(|value| value.split(',')).any(|range| {
         let mut parts = range.split(';').map(str::trim);
         let is_named = parts.next().is_some_and(|kind| kind.eq_ignore_ascii_case("text/event-stream"));
-        // A weight of 0 means that the type is not acceptable.
+        // A weight `q=0` in `Accept` means that the type is not acceptable.
         let weight =
             parts.filter_map(|part| part.split_once('=')).find(|(name, _)| name.trim().eq_ignore_ascii_case("q"));
         is_named && weight.and_then(|(_, weight)| weight.trim().parse::<f32>().ok()) != Some(0.0)
@@ -159,7 +160,7 @@ pub(super) fn wants_stream(headers: &HeaderMap) -> bool {
 
 fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {
     let Some(text) = text else { return Ok(0) };
-    // A sign is not accepted.
+    // Only digits are accepted, although `parse` accepts a leading `+` too.
     let seq = text.parse().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
     seq.ok_or_else(|| invalid_seq(name, "must be the number (seq) of an event: start again without it"))
 }
@@ -170,7 +171,7 @@ fn invalid_seq(name: &str, detail: &str) -> Problem {
 
 type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;
 
-/// Sends everything after `after`, then follows, until the job has ended or the client is gone or too slow.
+/// Sends all events after `after`, then new ones, until the job has ended or the client has disconnected or reads too slowly.
 async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) -> Result<(), Problem> {
     let mut changes = state.store.changed(id);
     if !send(sender, sse::Event::default().retry(RECONNECT).comment("events of the job follow")).await {
@@ -178,7 +179,7 @@ async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) ->
     }
     loop {
         changes.borrow_and_update();
-        // The row is read first: if it says that the job has ended, the last event is among those read next.
+        // The job is read before its events: if its state is final, the last event is among those read next.
         let row = state.store.job_get(id).await?;
         loop {
             let page = state.store.event_page(id, after, REPLAY_PAGE).await?;
@@ -215,7 +216,7 @@ async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) ->
     }
 }
 
-/// Sends an event. False when the client is gone, or reads too slowly.
+/// Sends an event to a stream. Returns false when the client has disconnected or reads too slowly.
 async fn send(sender: &Sender, event: sse::Event) -> bool {
     sender.send_timeout(Ok(event), CLIENT_TIMEOUT).await.is_ok()
 }

@@ -117,7 +117,7 @@ pub(super) fn count<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option
     given.map(|number| u64::try_from(number).map_err(|_| D::Error::custom("must not be negative"))).transpose()
 }
 
-/// Returns the value of a query parameter.
+/// Returns the decoded value of a query parameter.
 fn given(query: Option<&str>, name: &str) -> Option<String> {
     pairs_of(query?).into_iter().find(|(key, _)| key == name).map(|(_, value)| value)
 }
@@ -128,7 +128,7 @@ fn pairs_of(query: &str) -> Vec<(String, String)> {
     pairs.map(|pairs| pairs.0).unwrap_or_default()
 }
 
-/// Rewrites a parse error of the standard library as a rule and the value.
+/// Rewrites the parse error of a query parameter, such as "invalid digit found in string", as a rule and the value.
 fn describe_parse_error(reason: &str, given: Option<&str>) -> String {
     let rule = match reason {
         "invalid digit found in string"
@@ -223,21 +223,21 @@ pub fn media_type(headers: &HeaderMap) -> String {
 }
 
 const MIB: usize = 1 << 20;
-/// Maximum number of unfinished sign-in bodies, in total and per address. The limits are high enough that a flood does not displace
-/// a body whose bytes are arriving.
+/// Maximum number of sign-in requests whose bodies are still arriving, in total and per IP address. The limits are high enough
+/// that a flood of requests does not displace a body whose bytes are arriving.
 const MAX_SIGN_INS: usize = 1024;
 const MAX_SIGN_INS_PER_ADDRESS: usize = 512;
 
-/// Limits the memory that arriving bodies of one kind of sender hold together. Each kind has its own allowance, so that
-/// unauthenticated clients cannot block users or workers, and users cannot block workers.
+/// Limits the memory that the arriving request bodies of one kind of sender use together. Unauthenticated clients, users and
+/// workers each have their own allowance, so that none of them can block another kind.
 struct Allowance {
     kib: Semaphore,
-    /// Time limit for a whole body to arrive.
+    /// Time limit for a whole request body to arrive.
     deadline: Duration,
 }
 
-/// Allowance of clients without a credential: sign-ins of a few hundred bytes each. It is twice the memory that [`SIGN_INS`] can
-/// hold, so that the number of sign-ins is the effective limit, and a new body is never refused.
+/// Memory allowance for bodies of unauthenticated clients: sign-ins of a few hundred bytes each. It is twice the memory that
+/// [`SIGN_INS`] can use, so that the number of sign-ins is the effective limit, and a new body is never refused.
 static STRANGERS: Allowance = Allowance::new(2 * MAX_SIGN_INS * SESSION_LIMIT_BYTES / MIB, 5);
 static SIGN_INS: Unfinished = Unfinished::new(MAX_SIGN_INS, MAX_SIGN_INS_PER_ADDRESS);
 static USERS: Allowance = Allowance::new(96, 120);
@@ -248,7 +248,7 @@ impl Allowance {
         Self { kib: Semaphore::const_new(mib * 1024), deadline: Duration::from_secs(deadline_s) }
     }
 
-    /// Selects the allowance by the credential that earlier layers found.
+    /// Selects the memory allowance of a body by its sender: a worker, a user with a credential, or an unauthenticated client.
     fn of(request: &Request) -> &'static Self {
         let known = request.extensions();
         if known.get::<WorkerPass>().is_some() {
@@ -302,7 +302,8 @@ async fn read_within(allowance: &Allowance, request: Request) -> Result<Bytes, P
 async fn collect(allowance: &Allowance, request: Request) -> Result<Bytes, Problem> {
     let announced = announced_bytes(request.headers());
     let body = request.into_limited_body();
-    // Checked before the first byte is read: a client that waits for `100 Continue` does not send a body in vain.
+    // The announced length is checked before the first byte is read, so that a client that waits for `100 Continue` does not
+    // send a large body in vain.
     let most = body.size_hint().upper();
     if announced.zip(most).is_some_and(|(announced, most)| announced > most) {
         return Err(longer_than(most));
@@ -313,7 +314,7 @@ async fn collect(allowance: &Allowance, request: Request) -> Result<Bytes, Probl
     while let Some(piece) = pieces.next().await {
         let piece =
             piece.map_err(|error| if is_too_long(&error) { longer_than(most) } else { body_problem(&error) })?;
-        // Rounded on the total, not per piece: a body may arrive byte by byte.
+        // The memory in KiB is rounded up for the whole body, not for each chunk, because a body may arrive byte by byte.
         let kib = (bytes.len() + piece.len()).div_ceil(1024);
         held.merge(allowance.acquire(kib.saturating_sub(held.num_permits()))?);
         bytes.extend_from_slice(&piece);
@@ -321,17 +322,17 @@ async fn collect(allowance: &Allowance, request: Request) -> Result<Bytes, Probl
     Ok(bytes.into())
 }
 
-/// The length of the body, if the client announces it.
+/// Returns the length of the body from `content-length`, if the client sent it.
 pub(super) fn announced_bytes(headers: &HeaderMap) -> Option<u64> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-/// The 413 response of most routes that hold their body in memory. Routes that stream have their own.
+/// Returns the 413 response for a body that is read into memory. Routes that stream to disk have their own.
 pub fn too_large() -> Problem {
     longer_than(None)
 }
 
-/// The 413 response for a body over the route's limit, or over [`JSON_LIMIT_BYTES`].
+/// Returns the 413 response for a body above the route's limit, or above [`JSON_LIMIT_BYTES`].
 fn longer_than(limit: Option<u64>) -> Problem {
     let limit = limit.unwrap_or(JSON_LIMIT_BYTES as u64);
     Problem::new(Code::BodyTooLarge, format!("the body must be at most {limit} bytes (after decompression)"))
@@ -346,17 +347,18 @@ fn too_slow() -> Problem {
     Problem::new(Code::RequestTimeout, "the body took too long to arrive")
 }
 
-/// Classifies a failed body: too large, too slow, corrupt compression, invalid framing, or the client disconnected.
+/// Converts an error while reading a request body into a problem: too large, too slow, corrupt compression, invalid
+/// framing, or a disconnected client.
 pub fn body_problem(error: &(dyn std::error::Error + 'static)) -> Problem {
     body_fault(error).unwrap_or_else(|| {
         Problem::new(Code::BodyInterrupted, "the body could not be read to its end").because(chain(error))
     })
 }
 
-/// Like [`body_problem`]; `None` if the error has none of these causes.
+/// Like [`body_problem`], but returns `None` if the cause is none of those, such as a disconnected client.
 pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> {
     let mut next = Some(error);
-    // Below an error of the connection the HTTP framing is at fault, otherwise the decoder.
+    // An error inside a `hyper::Error` means invalid HTTP framing; any other comes from decompression.
     let mut of_connection = false;
     while let Some(error) = next {
         of_connection |= error.is::<hyper::Error>();
@@ -376,7 +378,7 @@ pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> 
             let detail = "the body cannot be decompressed with its content-encoding";
             return Some(Problem::new(Code::InvalidEncoding, detail).because(error));
         }
-        // An error of the decoder has no message; an error of a broken connection has one.
+        // An `UnexpectedEof` without a message comes from the decompressor; a broken connection gives one with a message.
         if let Some(io) = error.downcast_ref::<std::io::Error>()
             && io.kind() == std::io::ErrorKind::UnexpectedEof
             && io.get_ref().is_none()

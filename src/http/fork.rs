@@ -77,7 +77,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
         return Err(invalid(Code::InvalidBody, vec![error]));
     }
     let row = state.store.job_get(id).await?;
-    // The secrets are copied, so the new job keeps the owner of the original.
+    // The new job belongs to the owner of the original, because it gets copies of that owner's secrets.
     let owner = row.owner.clone();
     let mut parent = row.plan()?;
     parent.name = row.name.clone();
@@ -148,7 +148,8 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     create(&state, (id, &owner), checkpoint, continues, spec, plan).await
 }
 
-/// Links the files first, then inserts the row. Files left behind by a failure are removed, at the latest at the next start.
+/// Links the checkpoint's files first, then inserts the new job's row. If the insertion fails, the links are removed, at the
+/// latest at the next start of the server.
 async fn create(
     state: &AppState,
     (parent, owner): (JobId, &str),
@@ -229,8 +230,8 @@ fn ambiguous_reference(differ: &Option<String>) -> FieldError {
     FieldError::new("/warm_start", "required", detail)
 }
 
-/// Copies secrets and headers to rewards that are unchanged, including those of the evaluation. A reward with a
-/// new address gets none.
+/// Copies secrets and headers of the original's rewards to the new job's rewards, including those of the evaluation. A reward
+/// with a changed address gets none.
 fn copy_secrets(spec: &mut JobSpec, parent: &Plan, mut secrets: BTreeMap<String, RewardSecrets>) {
     let url = |reward: &RewardPlan| reward.kind.service().map(|service| service.url.clone());
     let before: BTreeMap<String, Option<String>> =

@@ -138,7 +138,7 @@ async fn generate(
     }))
 }
 
-/// Finds the checkpoint that a request selects.
+/// Finds the checkpoint that a generate request selects.
 pub(super) async fn find(state: &AppState, job: &JobRow, choice: CheckpointChoice) -> Result<CheckpointRow, Problem> {
     let found = match choice {
         CheckpointChoice::Id(id) => match state.store.checkpoint_get(id).await {
@@ -175,7 +175,7 @@ pub(super) async fn find(state: &AppState, job: &JobRow, choice: CheckpointChoic
     found.ok_or_else(|| no_checkpoint(state, job))
 }
 
-/// Returns the job's model as it was when the job was accepted.
+/// Returns the job's base model, if its files are the same as when the job was accepted.
 async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<ModelRow, Problem> {
     let id = plan.model.id.clone();
     let refused = |detail: String| Problem::new(Code::InvalidModel, detail);
@@ -195,7 +195,7 @@ async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<Mo
 pub(super) async fn unchanged(row: ModelRow, sha256: String) -> Result<ModelRow, Problem> {
     let refused = |detail: String| Problem::new(Code::InvalidModel, detail);
     let check = move || {
-        // The path on the server must not be shown to every caller.
+        // The error names only the model, because not every caller may see its path on the server.
         let unusable = |error: &dyn std::fmt::Display| {
             format!("the model '{}' cannot be used: {}", row.id, error.to_string().replace(&row.source, "its folder"))
         };
@@ -242,7 +242,7 @@ fn too_slow() -> Problem {
     Problem::new(Code::GenerationTimeout, detail)
 }
 
-/// The problem for files that the process could not read: the checkpoint may have been deleted meanwhile.
+/// Creates the problem for files that the generating process could not read: the checkpoint may have been deleted meanwhile.
 async fn unusable(state: &AppState, row: &CheckpointRow, plan: &Plan, why: &str) -> Problem {
     match state.store.checkpoint_get(row.id).await {
         Err(StoreError::NotFound { .. }) => {

@@ -73,7 +73,7 @@ fn answer(name: &str, headers: &HeaderMap) -> Response {
     }
 }
 
-/// The part of a page's address after `/guide/`; empty for the first page, `None` for a file that is not Markdown.
+/// Returns the part of a page's URL after `/guide/`; empty for the first page, `None` for a file that is not Markdown.
 fn page_address(file: &str) -> Option<&str> {
     let page = file.strip_suffix(".md")?;
     Some(if file == INDEX { "" } else { page })
@@ -178,8 +178,9 @@ pub fn heading_ids(text: &str) -> Vec<String> {
     ids
 }
 
-/// A page's text as HTML. Links to other pages lead to `/guide`; a link to a file of the repository becomes its text with the path
-/// as a tooltip, since the server does not have the repository. HTML in the text, such as a comment, is left out.
+/// Renders a page's Markdown as HTML. Links to other pages lead to `/guide`. A link to a file of the repository becomes
+/// its text with the path as a tooltip, because the server does not have that file. HTML in the Markdown, such as a
+/// comment, is left out.
 fn render(file: &str, text: &str) -> String {
     let mut ids = heading_ids(text).into_iter();
     let mut are_links: Vec<bool> = Vec::new();
@@ -220,14 +221,14 @@ fn render(file: &str, text: &str) -> String {
     rendered
 }
 
-/// The address that a link of a page leads to; for a file of the repository that is not part of the guide, its path.
+/// Returns the URL that a link of a page leads to; for a file of the repository that is not part of the guide, its path.
 fn target(file: &str, link: &str) -> Result<String, String> {
     if link.starts_with('#') || link.contains("://") || link.starts_with('/') {
         return Ok(link.to_owned());
     }
     let (path, anchor) =
         link.split_once('#').map_or((link, String::new()), |(path, anchor)| (path, format!("#{anchor}")));
-    // The path begins at the top of the repository, since a link may leave `docs/`.
+    // Paths of links are resolved from the root of the repository, because a link may lead out of `docs/`.
     let mut parts: Vec<&str> = std::iter::once("docs").chain(file.split('/')).collect();
     parts.pop();
     for part in path.split('/') {

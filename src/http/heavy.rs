@@ -23,9 +23,9 @@ const MAX_WAITING: usize = 256;
 const MAX_WAIT: Duration = Duration::from_secs(30);
 /// `Retry-After` of a refused request, in seconds.
 const RETRY_AFTER_S: u64 = 5;
-/// Stack size of a worker thread. Only pages that are touched use memory.
+/// Stack size in bytes of a thread for expensive work. Only pages that are touched use memory.
 const STACK_BYTES: usize = 16 << 20;
-/// Minimum default number of slots: one per core, but at least this many, so that two keys never wait for each other.
+/// Minimum of the default number of slots, which is one per core: with two slots, two keys never wait for each other.
 const MIN_SLOTS: usize = 2;
 
 /// The default number of slots.
@@ -36,7 +36,7 @@ pub fn default_slots() -> usize {
 /// Number of reward services that `POST /rewards/test` contacts concurrently; it mostly waits for them.
 pub(super) const MAX_SERVICE_TESTS: usize = 8;
 
-/// A number of slots, shared fairly between keys. Cheap to clone.
+/// A limit on concurrent expensive work: a number of slots, shared fairly between API keys. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Slots(Arc<Shared>);
 
@@ -49,10 +49,10 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     taken: usize,
-    /// Keys that hold or wait for a slot.
+    /// API keys that use a slot or wait for one.
     keys: HashMap<String, Key>,
     waiting: Vec<Waiting>,
-    /// Counter for tickets and turns.
+    /// Counter that numbers waiting requests (tickets) and granted slots (turns).
     count: u64,
 }
 
@@ -60,7 +60,7 @@ struct State {
 struct Key {
     taken: usize,
     waiting: usize,
-    /// Turn at which the key last got a slot; 0 = never.
+    /// Value of the turn counter when the key last got a slot; 0 = never.
     turn: u64,
 }
 
@@ -80,7 +80,7 @@ pub enum NoSlot {
     TimedOut,
 }
 
-/// The right to run. Dropping it passes the slot to the next request.
+/// A slot, the right to run expensive work. Dropping the value passes the slot to the next waiting request.
 #[derive(Debug)]
 pub struct Slot {
     slots: Slots,
@@ -94,12 +94,12 @@ impl Drop for Slot {
 }
 
 impl Slots {
-    /// Creates a number of slots, at least 1.
+    /// Creates a limit with this number of slots, at least 1.
     pub fn new(total: usize) -> Self {
         Self(Arc::new(Shared { total: total.max(1), state: Mutex::default() }))
     }
 
-    /// Maximum number of slots per key.
+    /// Returns the maximum number of slots that one key may use.
     fn share(&self) -> usize {
         (self.0.total / 2).max(1)
     }
@@ -108,7 +108,7 @@ impl Slots {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a slot if one is free for this key now.
+    /// Returns a slot if one is free now and this key may have it.
     pub fn try_acquire(&self, key: &str) -> Option<Slot> {
         let mut state = self.state();
         let of_key = state.keys.get(key);
@@ -121,10 +121,10 @@ impl Slots {
         Some(Slot { slots: self.clone(), key: key.to_owned() })
     }
 
-    /// Waits for a slot for this key.
+    /// Waits until this key gets a slot.
     ///
     /// # Errors
-    /// When too many requests already wait, or no slot becomes free within `wait`.
+    /// Fails when too many requests already wait, or no slot becomes free within `wait`.
     pub async fn acquire(&self, key: &str, wait: Duration) -> Result<Slot, NoSlot> {
         let (sender, receiver) = oneshot::channel();
         let ticket = {
@@ -162,7 +162,7 @@ impl Slots {
         self.hand_out();
     }
 
-    /// Gives free slots to the waiting keys in turn.
+    /// Gives free slots to waiting requests, the key with the fewest slots first.
     fn hand_out(&self) {
         let mut state = self.state();
         while state.taken < self.0.total {
@@ -176,7 +176,7 @@ impl Slots {
             if let Some(of_key) = state.keys.get_mut(&key) {
                 of_key.waiting -= 1;
             }
-            // A waiting request that is gone releases the slot itself: see Place.
+            // If the waiting request was dropped, its `Place` releases the slot.
             state.grant(&key);
             let _ = sender.send(());
         }
@@ -200,8 +200,8 @@ impl State {
     }
 }
 
-/// A place in the queue. If it is dropped while `left` is set, it is given up, together with the slot that it
-/// may have received meanwhile.
+/// The place of a waiting request in the queue. Dropping the value while `left` is set removes the request from the queue and
+/// releases a slot that it may have received meanwhile.
 struct Place<'s> {
     slots: &'s Slots,
     key: &'s str,
@@ -232,7 +232,7 @@ impl Drop for Place<'_> {
     }
 }
 
-/// Waits for a slot for this caller.
+/// Waits until the caller's key gets a slot.
 pub(super) async fn slot(state: &AppState, slots: &Slots, caller: &Caller) -> Result<Slot, Problem> {
     let key = caller.audit_name();
     let taken = tokio::select! {
@@ -253,12 +253,12 @@ pub(super) async fn slot(state: &AppState, slots: &Slots, caller: &Caller) -> Re
     })
 }
 
-/// Runs `work` on its own thread once there is a slot for the caller, for `limit` at most. The work should check its argument
-/// between steps and stop when it is true: the time is up, the client is gone, or the server is stopping. The work keeps its
-/// slot until it ends.
+/// Runs `work` on its own thread once the caller gets a slot, for `limit` at most. `work` should call its argument between
+/// steps and stop when that returns true: the time is up, the client has disconnected, or the server is stopping. The slot is
+/// in use until `work` ends.
 ///
 /// # Errors
-/// When there is no slot, the time is up or the server stops.
+/// Fails when no slot becomes free, the time limit is reached, or the server stops.
 pub(super) async fn run<T: Send + 'static>(
     state: &AppState,
     caller: &Caller,
@@ -271,11 +271,11 @@ pub(super) async fn run<T: Send + 'static>(
     let is_stopped = stop.0.clone();
     spawn(move || {
         let _slot = slot;
-        // Without a receiver the result is not needed.
+        // Sending fails only if the request has ended, which no longer needs the result.
         let _ = sender.send(work(&is_stopped));
     })?;
     tokio::select! {
-        done = receiver => done.map_err(|_| Problem::internal("heavy work panicked")),
+        done = receiver => done.map_err(|_| Problem::internal("the thread of expensive work panicked")),
         () = tokio::time::sleep(limit) => {
             let detail = format!("the request took more than {} s: send less in one request", limit.as_secs());
             Err(Problem::new(Code::WorkTimeout, detail))
@@ -288,7 +288,7 @@ pub(super) async fn run<T: Send + 'static>(
 /// may spend a long time rendering templates in between.
 ///
 /// # Errors
-/// When the server stops.
+/// Fails when the server stops.
 pub(super) async fn drive<T: Send + 'static>(
     state: &AppState,
     slot: Slot,
@@ -306,7 +306,7 @@ pub(super) async fn drive<T: Send + 'static>(
                 () = left.cancelled() => None,
             }
         });
-        // Without a receiver the result is not needed.
+        // Sending fails only if the request has ended, which no longer needs the result.
         let _ = done.map(|done| sender.send(done));
     };
     spawn(drive)?;
@@ -316,7 +316,7 @@ pub(super) async fn drive<T: Send + 'static>(
     }
 }
 
-/// Returns the result, or 503 as soon as the server stops.
+/// Returns the future's result, or 503 as soon as the server stops.
 pub(super) async fn unless_stopping<T>(
     state: &AppState,
     answer: impl Future<Output = Result<T, Problem>>,
@@ -395,7 +395,7 @@ mod tests {
         assert!((&mut granted).now_or_never().is_none());
         assert_eq!(slots.acquire("c", Duration::from_secs(1)).await.unwrap_err(), NoSlot::TimedOut);
         drop(held);
-        // The request got the slot but was dropped before it noticed.
+        // The waiting request got the slot, but was dropped before it could use the slot.
         drop(granted);
         assert!(slots.try_acquire("d").is_some());
         let state = slots.state();

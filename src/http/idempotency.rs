@@ -57,7 +57,7 @@ impl IntoResponse for Answer {
 /// continues even when the client leaves, so that a repetition gets its result. A failed request frees the key.
 ///
 /// # Errors
-/// 409 while the first request is running, 422 when the key came with another body, and the errors of `work`.
+/// Answers 409 while the first request is running, 422 when the key was used with another body, or the error of `work`.
 pub async fn once<F>(
     state: &AppState,
     caller: &Caller,
@@ -70,7 +70,7 @@ where
     F: Future<Output = Result<Answer, Problem>> + Send + 'static,
 {
     let Some(key) = key_of(headers)? else { return work.await.map(IntoResponse::into_response) };
-    // The operator's keys have the form from before owners existed.
+    // Requests of the operator keep the stored form from before keys had owners, so that older Idempotency-Keys stay valid.
     let route = match caller.owner() {
         "" => route.to_owned(),
         owner => format!("{route} {owner}"),
@@ -96,7 +96,7 @@ where
     let store = state.store.clone();
     let id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
     let done = tokio::spawn(REQUEST_ID.scope(id, async move {
-        // A separate task too: a panic in the work must not leave the key in flight.
+        // The request runs in a task of its own, so that its panic cannot leave the Idempotency-Key marked as in progress.
         let id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
         let result = match tokio::spawn(REQUEST_ID.scope(id, work)).await {
             Ok(result) => result,
@@ -114,7 +114,7 @@ where
     done.await.map_err(Problem::internal)?.map(IntoResponse::into_response)
 }
 
-/// The identity of a request, for [`once`]: the ids of its path, and the hash of its body if it has one.
+/// Returns the hash that [`once`] compares to detect a repeated request: over the ids in its path, and its body if it has one.
 pub fn identity(of: impl Display) -> String {
     Sha256Digest::of(of.to_string()).to_string()
 }

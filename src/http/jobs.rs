@@ -99,13 +99,13 @@ pub struct JobView {
 }
 
 impl JobView {
-    /// Converts a row to the form that clients see.
+    /// Converts a job's database row to its JSON form in the API.
     pub(super) async fn of(state: &AppState, row: JobRow) -> Result<Self, Problem> {
         let beside = state.store.jobs_beside(&[row.id]).await?.remove(&row.id);
         Ok(Self::with(row, beside.unwrap_or_default()))
     }
 
-    /// Converts a page of rows to the form that clients see.
+    /// Converts the database rows of a page of jobs to their JSON form in the API.
     async fn all(state: &AppState, rows: Vec<JobRow>) -> Result<Vec<Self>, Problem> {
         let ids: Vec<JobId> = rows.iter().map(|row| row.id).collect();
         let mut beside = state.store.jobs_beside(&ids).await?;
@@ -150,13 +150,13 @@ impl JobView {
     }
 }
 
-/// A 400 response for one query parameter.
+/// Creates a 400 response for an invalid query parameter.
 pub(super) fn bad_query(name: &str, code: &str, detail: impl Into<String>) -> Problem {
     let detail = detail.into();
     Problem::new(Code::InvalidQuery, format!("{name}: {detail}")).item(format!("?{name}"), code, detail)
 }
 
-/// A problem for the errors in a document.
+/// Creates a problem that lists the errors in a submitted document.
 pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
     let detail = match errors.as_slice() {
         [] => "the document is not valid".to_owned(),
@@ -169,11 +169,11 @@ pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
 
 /// List jobs, newest first. Filter by label with `metadata.KEY=VALUE`.
 #[utoipa::path(get, path = "/jobs", tag = "Jobs", params(
-    ("state" = Option<JobState>, Query, description = "In this state"),
-    ("model" = Option<String>, Query, description = "Of this model"),
-    ("metadata.KEY" = Option<String>, Query, description = "With this label; may be given several times"),
+    ("state" = Option<JobState>, Query, description = "Only jobs in this state"),
+    ("model" = Option<String>, Query, description = "Only jobs that train this model"),
+    ("metadata.KEY" = Option<String>, Query, description = "Only jobs with this label; may be given several times"),
     ("after" = Option<String>, Query, description = "Cursor: the last page's `next`"),
-    ("limit" = Option<u32>, Query, description = "1 to 100, default 20"),
+    ("limit" = Option<u32>, Query, description = "Jobs per page, 1 to 100; default 20"),
 ), responses((status = 200, description = "A page of jobs", body = List<JobView>), (status = 400, description = "A parameter is not valid", body = ProblemBody)))]
 async fn list_jobs(
     State(state): State<AppState>,
@@ -215,7 +215,7 @@ async fn list_jobs(
     page_of_jobs(&state, &filter, after.as_deref(), list::limit(limit)?).await.map(Json)
 }
 
-/// Returns the first page of the caller's jobs.
+/// Returns the first page of the jobs that the caller sees.
 pub(super) async fn newest_jobs(state: &AppState, caller: &Caller) -> Result<List<JobView>, Problem> {
     let filter = JobFilter { owner: caller.sees().map(str::to_owned), ..JobFilter::default() };
     page_of_jobs(state, &filter, None, list::limit(None)?).await
@@ -263,7 +263,8 @@ async fn get_job(
         if settled || tokio::time::Instant::now() >= deadline || state.stopping.is_cancelled() {
             return Ok(Json(JobView::of(&state, row).await?));
         }
-        // When the time is up, the row is read once more: a heartbeat changes phase and progress without an event.
+        // When the waiting time is up, the job is read once more, because a heartbeat changes phase and progress without an
+        // event.
         let changed = async {
             if changes.changed().await.is_err() {
                 std::future::pending::<()>().await;
@@ -328,7 +329,8 @@ async fn patch_job(
     Ok(Json(JobView::of(&state, row).await?))
 }
 
-/// Reads new secrets by the names under which they are stored. Only HTTP rewards have headers, and only webhooks sign.
+/// Checks the new secrets of a PATCH, and returns them by the names under which they are stored. Only HTTP rewards have
+/// headers, and only `webhook` rewards sign requests.
 async fn read_renewed(
     state: &AppState,
     id: JobId,
@@ -367,8 +369,8 @@ async fn read_renewed(
 
 /// Delete a finished job, with its events, metrics, samples and checkpoints.
 #[utoipa::path(delete, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path)), responses(
-    (status = 204, description = "It is gone"), (status = 404, description = "No such job", body = ProblemBody),
-    (status = 409, description = "It is not over", body = ProblemBody)))]
+    (status = 204, description = "The job was deleted"), (status = 404, description = "No such job", body = ProblemBody),
+    (status = 409, description = "The job has not ended", body = ProblemBody)))]
 async fn delete_job(State(state): State<AppState>, Path(id): Path<JobId>) -> Result<StatusCode, Problem> {
     let exports = state.store.job_delete(id).await?;
     let remove = move |files: &DataDir| {
@@ -382,7 +384,7 @@ async fn delete_job(State(state): State<AppState>, Path(id): Path<JobId>) -> Res
 /// Cancel a job: immediately while it waits, within seconds while it runs. Checkpoints are kept. Idempotent.
 #[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
-    (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
+    (status = 409, description = "The job's state does not allow this change", body = ProblemBody)))]
 async fn cancel_job(
     State(state): State<AppState>,
     caller: Caller,
@@ -395,7 +397,7 @@ async fn cancel_job(
 /// Pause a job at a checkpoint; `resume` continues from there.
 #[utoipa::path(post, path = "/jobs/{id}/pause", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 200, description = "The job; while it runs `requested` is `pause` until its worker has stopped", body = JobView),
-    (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
+    (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "The job's state does not allow this change", body = ProblemBody)))]
 async fn pause_job(
     State(state): State<AppState>,
     caller: Caller,
@@ -408,7 +410,7 @@ async fn pause_job(
 /// Resume a paused job: it is queued again.
 #[utoipa::path(post, path = "/jobs/{id}/resume", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
-    (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
+    (status = 409, description = "The job's state does not allow this change", body = ProblemBody)))]
 async fn resume_job(
     State(state): State<AppState>,
     caller: Caller,
@@ -433,7 +435,9 @@ async fn move_job(
             Action::Cancel => state.store.job_cancel(id, now).await?,
             Action::Pause => state.store.job_pause(id, now).await?,
             Action::Resume => state.store.job_resume(id, now).await?,
-            Action::Retry | Action::Delete => return Err(Problem::internal("it does not move the job")),
+            Action::Retry | Action::Delete => {
+                return Err(Problem::internal("retry and delete are not changes of state"));
+            }
         };
         Answer::new(StatusCode::OK, None, &JobView::of(&state, row).await?)
     };

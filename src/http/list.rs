@@ -26,10 +26,10 @@ pub struct PageQuery {
 }
 
 impl PageQuery {
-    /// Returns the checked page size.
+    /// Returns the page size (`limit` of the query), checked.
     ///
     /// # Errors
-    /// 400 outside 1 to 100.
+    /// Answers 400 when the page size is outside 1 to 100.
     pub fn limit(&self) -> Result<u32, Problem> {
         limit(self.limit)
     }
@@ -38,7 +38,7 @@ impl PageQuery {
 /// Checks a page size; `None` = the default.
 ///
 /// # Errors
-/// 400 outside 1 to 100.
+/// Answers 400 when the page size is outside 1 to 100.
 pub fn limit(given: Option<u32>) -> Result<u32, Problem> {
     match given {
         None => Ok(DEFAULT_LIMIT),
@@ -50,7 +50,7 @@ pub fn limit(given: Option<u32>) -> Result<u32, Problem> {
     }
 }
 
-/// One page, newest first.
+/// One page of a list, newest item first.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct List<T> {
     /// The items of this page.
@@ -60,13 +60,13 @@ pub struct List<T> {
 }
 
 impl<T> List<T> {
-    /// Converts a page of the store to the API's types.
+    /// Converts a page of database rows to the API's types.
     pub fn of<R>(page: Page<R>, word: impl FnMut(R) -> T) -> Self {
         Self { data: page.data.into_iter().map(word).collect(), next: page.next }
     }
 }
 
-/// A time: Unix milliseconds inside, RFC 3339 in UTC in JSON.
+/// A time, stored as Unix milliseconds and written to JSON as RFC 3339 in UTC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Time(pub i64);
 

@@ -29,16 +29,16 @@ use crate::store::{ModelRow, StoreError};
 /// Above this number of rows, or bytes of prompts, the worker counts the tokens of prompts in its loading phase.
 const MAX_COUNTED_ROWS: u64 = 10_000;
 const MAX_COUNTED_BYTES: usize = 16 << 20;
-/// Time limit for reading the model's card and tokenizer, and for counting.
+/// Time limit for reading the model's properties and tokenizer, and for counting tokens.
 const INSPECT_WITHIN: Duration = Duration::from_secs(60);
 
-/// The model and data of a job, as far as the server knows them.
+/// The model and data that a job refers to, as far as they were found.
 pub(super) struct Prepared {
-    /// The facts that a plan depends on.
+    /// Properties of the model and the data that the plan (the resolved settings) depends on.
     pub(super) context: Context,
-    /// References that cannot be found or used.
+    /// Errors for models, datasets and adapters that do not exist or cannot be used.
     pub(super) errors: Vec<FieldError>,
-    /// Checks that were skipped.
+    /// Warnings about checks that were skipped.
     pub(super) warnings: Vec<Warning>,
     /// The prompts to train on.
     pub(super) train: Option<Prompts>,
@@ -48,14 +48,14 @@ pub(super) struct Prepared {
     pub(super) warm_up: Option<Prompts>,
 }
 
-/// The prompts that an evaluation names in addition to the training dataset.
+/// The datasets that the job's `eval` section names beside the training dataset.
 #[derive(Default)]
 pub(super) struct EvalPrompts {
     /// Prompts that are evaluated during training.
     pub(super) eval: Option<Prompts>,
     /// Prompts that only the verdict reads.
     pub(super) test: Option<Prompts>,
-    /// Prompts of the guard.
+    /// Prompts of `eval.guard`, on which training must not make the model worse.
     pub(super) guard: Option<Prompts>,
 }
 
@@ -66,7 +66,7 @@ impl EvalPrompts {
     }
 }
 
-/// Loads everything that a job refers to. Inline records are taken out of the job.
+/// Loads the model and all datasets that a job refers to. Inline records are moved out of the job.
 pub(super) async fn prepare(
     state: &AppState,
     caller: &Caller,
@@ -76,7 +76,7 @@ pub(super) async fn prepare(
 ) -> Result<Prepared, Problem> {
     let mut errors = unreachable_rewards(state, spec).await?;
     let model = find_model(state, caller, &spec.model, use_of_hub, &mut errors).await?;
-    // The default while the model is unknown: most models have a chat template.
+    // While the model is unknown, a chat template is assumed, because most models have one.
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
     let train = match uploaded {
         Some(prompts) => Some(prompts),
@@ -136,7 +136,7 @@ pub(super) async fn prepare(
     heavy::run(state, caller, INSPECT_WITHIN, inspection).await?
 }
 
-/// The errors and warnings of an inspection.
+/// The errors and warnings found while the model and data of a job were read.
 struct Found<'f> {
     errors: &'f mut Vec<FieldError>,
     warnings: &'f mut Vec<Warning>,
@@ -149,7 +149,7 @@ async fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<Fie
         Err(error @ OutgoingError::Refused { .. }) => {
             Some(FieldError::new(format!("{at}/{index}/url"), "address_refused", error.to_string()))
         }
-        // Other errors in a URL are reported by the parser of the job.
+        // Other errors in a reward URL are reported when the job is parsed.
         Ok(_) | Err(_) => None,
     };
     let lists = ["/rewards", "/eval/rewards", "/eval/guard/rewards"].into_iter().flat_map(|at| {
@@ -230,7 +230,7 @@ pub(super) enum UseOfHub {
     Inspect,
 }
 
-/// Reads the model's card and counts the tokens of prompts, until `stop` is set. Blocking.
+/// Reads the model's properties and counts the tokens of prompts, until `stop` is set. Blocking.
 fn inspect<'p>(
     (model, dir): (&ModelRow, &FilePath),
     (prompts, answers): (impl Iterator<Item = &'p mut Prompts>, Option<&'p mut Prompts>),
@@ -248,7 +248,7 @@ fn inspect<'p>(
             return Ok(None);
         }
     };
-    // A model that is still downloading is compared once it is complete.
+    // The files of a model that is still downloading are compared with its fingerprint once it is complete.
     let is_same = if model.state == "downloading" { Ok(true) } else { is_as_registered(model, &card.files) };
     match is_same {
         Ok(true) => {}
@@ -288,7 +288,7 @@ fn inspect<'p>(
     Ok(Some((facts, card.config)))
 }
 
-/// The tokenizer and limits with which prompts are counted.
+/// The tokenizer and limits with which prompts' tokens are counted.
 struct Model<'m> {
     text: &'m Text,
     facts: &'m ModelFacts,
@@ -310,7 +310,7 @@ fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &
             return false; // Only the first rows are checked here; the worker checks every row.
         }
         keys.push(prompt_key(prompt));
-        // Invalid prompts were already reported; a missing template is reported later.
+        // Invalid prompts were reported before, and a missing chat template is reported later, so both are skipped here.
         let usable = !prompt.is_array() || model.has_chat_template;
         let Some(prompt) = usable.then(|| Prompt::from_value(prompt).ok()).flatten() else { return true };
         match text.prompt_ids(&prompt, kwargs) {

@@ -1,4 +1,5 @@
-//! Metrics beyond requests and states: the queue, connections, messages, the database's files, this process.
+//! Metrics of `/metrics` beyond requests and job states: the queue, connections, webhook messages, database files, this
+//! process.
 
 use std::sync::atomic::Ordering;
 
@@ -73,15 +74,16 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
     Ok(())
 }
 
-/// Escapes a reason from a worker, so that it cannot end the label.
+/// Escapes a pause reason that a worker sent, so that it cannot end the Prometheus label.
 fn label(text: &str) -> String {
     text.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '_').take(60).collect()
 }
 
-/// Names the metrics as the Prometheus clients do. Values that the system does not report are left out.
+/// Appends the metrics of this process under the names that Prometheus client libraries use. Values that the system does not
+/// report are left out.
 fn process(one: &mut impl FnMut(&str, &str, &str, f64)) {
     let Ok(stat) = std::fs::read_to_string("/proc/self/stat") else { return };
-    // The fields after the process name, which may contain any character: state is field 3.
+    // Splits /proc/self/stat after the process name, which may contain any character; the next field, the state, is field 3.
     let fields: Vec<&str> = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace().collect();
     let field = |number: usize| fields.get(number - 3).and_then(|text| text.parse::<f64>().ok());
     let ticks = rustix::param::clock_ticks_per_second() as f64;

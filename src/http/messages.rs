@@ -12,7 +12,8 @@ use crate::lifecycle::message::{
     StartedDetail, SucceededDetail, TestData,
 };
 
-/// Defines a body and an operation for each message. The words are `tt`: inside a `literal` utoipa does not see them.
+/// Defines the OpenAPI body and operation of each lifecycle message. The message types are matched as `tt`, because utoipa
+/// cannot read a `literal` fragment.
 macro_rules! messages {
     ($($(#[doc = $doc:tt])* $handler:ident = $word:tt $path:tt $body:ident($kind:ident, $data:ty);)+) => {
         $(
@@ -30,7 +31,7 @@ macro_rules! messages {
             }
 
             #[derive(Serialize, ToSchema)]
-            #[expect(dead_code, reason = "describes the message in the document")]
+            #[expect(dead_code, reason = "only describes the message in the OpenAPI document")]
             enum $kind {
                 #[serde(rename = $word)]
                 It,
@@ -55,7 +56,7 @@ macro_rules! messages {
                     (status = "default", description = "Retried later; after `Retry-After` if it is set"),
                 ),
             )]
-            #[expect(dead_code, reason = "describes the message in the document")]
+            #[expect(dead_code, reason = "only describes the message in the OpenAPI document")]
             fn $handler() {}
         )+
 

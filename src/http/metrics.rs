@@ -26,11 +26,11 @@ pub(super) use thin::kept_rows;
 
 /// Maximum number of rows in one response.
 const MAX_ROWS: usize = 10_000;
-/// Number of lines read together: slightly more than a page.
+/// Number of stored metric lines read from the database at a time: slightly more than a page.
 const LINES: u32 = MAX_ROWS as u32 + 2;
-/// Maximum number of rows whose text is kept while downsampling. For longer runs the chosen rows are read again.
+/// Maximum number of metric rows whose text is kept while downsampling. For longer runs the selected rows are read again.
 const MAX_KEPT: usize = 2 * MAX_ROWS;
-/// Metrics whose peaks have precedence if the limit is too low for all, and the client did not name any.
+/// Metrics whose peaks are kept first when the limit is too low for all metrics and the client named none.
 const LEADING_KEYS: [&str; 6] = ["reward", "eval_reward", "kl", "grad_norm", "loss", "completions/mean_length"];
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -142,7 +142,8 @@ async fn get_metrics(
 /// First and last step, both inclusive.
 type Range = (u64, u64);
 
-/// Rows and columns that are being collected. They move back and forth between the database and a thread that parses text.
+/// Metric rows and columns that are being collected. The async task that reads the database and the thread that parses text
+/// pass them back and forth.
 #[derive(Default)]
 struct Gathered {
     rows: Rows,
@@ -228,7 +229,7 @@ async fn thinned(
     }
 }
 
-/// Returns a warning for each metric that no step has; none while there are no steps.
+/// Returns a warning for each requested metric that no step has; no warnings while there are no steps.
 async fn unknown_keys(
     state: &AppState,
     id: JobId,
@@ -236,7 +237,7 @@ async fn unknown_keys(
     keys: &[String],
     shown: &Rows,
 ) -> Result<Vec<String>, Problem> {
-    // Usually all metrics exist, and the first rows show that.
+    // Usually the first rows contain all requested metrics, and the search for missing ones can stop here.
     let seen: BTreeSet<&str> =
         shown.iter().take(8).flat_map(|row| entries(row).flatten()).map(|(key, _)| key).collect();
     if keys.iter().all(|key| seen.contains(key.as_str())) {
@@ -297,7 +298,7 @@ fn written(rows: &Rows, next: Option<String>, warnings: Vec<String>, form: Form)
     }
 }
 
-/// Adds a `Link` header: formats without a field for `next` need it.
+/// Adds a `Link` header with the next page, because CSV and NDJSON have no field `next`.
 fn with_link(text: String, kind: &'static str, next: Option<String>) -> Response {
     let mut response = ([(header::CONTENT_TYPE, kind)], text).into_response();
     if let Some(Ok(next)) = next.map(|next| format!("<?after={next}>; rel=\"next\"").parse()) {
@@ -306,7 +307,7 @@ fn with_link(text: String, kind: &'static str, next: Option<String>) -> Response
     response
 }
 
-/// Writes numbers as they are stored: the shortest digits that read back as the same number.
+/// Writes metric values to CSV as they are stored: the shortest digits that read back as the same number.
 fn csv_of(rows: &Rows) -> Result<String, Box<dyn std::error::Error + Send + Sync>> {
     let mut keys = BTreeSet::new();
     for row in rows.iter() {

@@ -26,7 +26,7 @@ use crate::modelcard::{self, Backbone, ClassifierCard, ModelCard, ModelCardError
 use crate::store::{ModelRow, NewModel, clock_ms};
 
 const MAX_ID_CHARS: usize = 200;
-/// The key under which a model's record stores the stamp of its files.
+/// The JSON key under which a model's database record stores the stamp (sizes and modification times) of its files.
 const STAMP: &str = "stamp";
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -181,7 +181,7 @@ impl Card {
 }
 
 impl Model {
-    /// Converts a row to the form that clients see, with the progress of its download.
+    /// Converts a model's database row to its JSON form in the API, with the progress of its download.
     fn of(state: &AppState, row: ModelRow) -> Self {
         let ModelRow { id, source, state: row_state, sha256, card, owner, created_at, hub, problem } = row;
         let card = serde_json::from_value(card).ok();
@@ -291,7 +291,7 @@ async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<An
     Answer::new(status, Some(location), &Model::of(&state, row))
 }
 
-/// A caller who cannot see the other model only learns that the id is taken.
+/// If the caller may not see the model with this id, the error only says that the id is taken.
 async fn taken(state: &AppState, caller: &Caller, id: &str, problem: Problem) -> Problem {
     if state.store.model_get(id).await.is_ok_and(|row| caller.may_see(&row.owner)) {
         return problem;
@@ -300,8 +300,8 @@ async fn taken(state: &AppState, caller: &Caller, id: &str, problem: Problem) ->
     Problem::new(Code::Conflict, detail.clone()).item("/id", "taken", detail)
 }
 
-/// Reads and checks a directory, below `roots` if there are any, and creates or updates its record. Returns the row, and
-/// whether it is new.
+/// Reads and checks a model's directory, which must be below `roots` if there are any, and creates or updates its database
+/// record. Returns the row, and whether it is new.
 pub(super) async fn register(
     state: &AppState,
     owner: String,
@@ -316,7 +316,8 @@ pub(super) async fn register(
             check_links(&path, roots)?;
         }
         let (card, files) = read_card(&path)?;
-        // Taken before the bytes are read, so that a change of a file in the meantime is noticed later.
+        // The stamp of sizes and modification times is taken before the bytes are read, so that a change of a file in the
+        // meantime is noticed later.
         let stamp = modelcard::stamp(&path, &files);
         let sha256 = modelcard::fingerprint_files(&path, &files).map_err(unusable)?;
         Ok((record(&card, &stamp)?, sha256))
@@ -360,7 +361,7 @@ fn check_id(id: &str) -> Result<(), Problem> {
     Err(Problem::new(Code::InvalidBody, detail.clone()).item("/id", "invalid", detail))
 }
 
-/// Returns the directory, if it exists and may be used.
+/// Returns the canonical path of a model's directory, if it exists and may be used.
 fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
     let refuse = |code: &str, detail: String| {
         Err(Problem::new(Code::InvalidModel, detail.clone()).item("/source", code, detail))
@@ -374,7 +375,8 @@ fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
     if !path.is_absolute() || source.contains('\0') {
         return refuse("not_absolute", format!("'{}' is not an absolute path", shortened(source)));
     }
-    // Links are resolved before the comparison. Outside the roots the error does not reveal what exists.
+    // Symbolic links are resolved before the path is compared with `--model-root`. For a path outside, the error does not
+    // reveal whether it exists.
     let canonical = path.canonicalize();
     if let Some(roots) = roots
         && !canonical.as_ref().is_ok_and(|path| roots.iter().any(|root| path.starts_with(root)))
@@ -393,13 +395,13 @@ fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
     }
 }
 
-/// Refuses a model file that is a link out of the roots. A link that stays inside is allowed: the caches of Hugging Face consist
-/// of links to `../../blobs`.
+/// Refuses a model file that is a symbolic link out of `--model-root`. Links that stay inside are allowed, because the caches
+/// of Hugging Face consist of links to `../../blobs`.
 fn check_links(dir: &FsPath, roots: &[PathBuf]) -> Result<(), Problem> {
     let unreadable = |error: std::io::Error| refused(format!("the directory cannot be read: {error}"));
     for entry in std::fs::read_dir(dir).map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
-        // A dangling link counts as a missing file. Subdirectories are not opened.
+        // A dangling link is skipped here and counts as a missing file later. Subdirectories are never read.
         let Ok(target) = entry.path().canonicalize() else { continue };
         if !target.is_dir() && !roots.iter().any(|root| target.starts_with(root)) {
             let detail = format!(
@@ -431,7 +433,8 @@ fn refused(detail: String) -> Problem {
     Problem::new(Code::InvalidModel, detail.clone()).item("/source", "unusable_model", detail)
 }
 
-/// The record that the store keeps of a model: the card that clients see, and the stamp of its files, which they do not see.
+/// Builds the record that the database keeps of a model: the properties that clients see, and the stamp of its files, which
+/// clients do not see.
 fn record(card: &Card, stamp: &str) -> Result<Value, Problem> {
     let mut record = serde_json::to_value(card).map_err(Problem::internal)?;
     record[STAMP] = stamp.into();
@@ -442,7 +445,7 @@ fn record(card: &Card, stamp: &str) -> Result<Value, Problem> {
 /// if these differ. Blocking.
 ///
 /// # Errors
-/// When the files cannot be read.
+/// Fails when the files cannot be read.
 pub(super) fn is_as_registered(row: &ModelRow, files: &[ModelFile]) -> Result<bool, ModelCardError> {
     let dir = FsPath::new(&row.source);
     let known = row.card.get(STAMP).and_then(Value::as_str);

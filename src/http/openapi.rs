@@ -36,7 +36,7 @@ const TAGS: [(&str, &str); 11] = [
     ("Reward contract", "Requests to reward services, and their responses."),
 ];
 
-/// Creates the document before the paths are added.
+/// Creates the OpenAPI document before the paths are added.
 pub(super) fn head() -> OpenApi {
     let info =
         InfoBuilder::new().title("rlood").version(env!("CARGO_PKG_VERSION")).description(Some(DESCRIPTION)).license(
@@ -96,7 +96,8 @@ pub fn openapi() -> OpenApi {
                     parameter.schema = Some(idempotency_key());
                 }
             }
-            // Every error response of every operation is a problem. Handlers list those with a specific meaning.
+            // Every error response of every operation is a problem document. Handlers list the responses that have a specific
+            // meaning.
             let problem = RefOr::Ref(Ref::from_response_name(PROBLEM));
             operation.responses.responses.entry("default".to_owned()).or_insert(problem);
             for (status, response) in &mut operation.responses.responses {

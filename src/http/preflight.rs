@@ -1,4 +1,5 @@
-//! Preflight requests: prepares the task and evaluates the report. The preflight runs in its own process.
+//! Preflights, which try out a job before it is submitted: prepares the task and evaluates the report. The preflight itself
+//! runs in a process of its own.
 
 use std::time::Duration;
 
@@ -114,7 +115,7 @@ pub(super) async fn run(
     Ok(report)
 }
 
-/// Explains why a preflight ended without a report, for its verdict.
+/// Explains why the process of a preflight ended without a report.
 fn without_report(error: &OneShotError) -> ProbeError {
     let message = match error {
         OneShotError::TimedOut(limit) => {
@@ -134,7 +135,7 @@ fn without_report(error: &OneShotError) -> ProbeError {
     ProbeError { code: code.to_owned(), message }
 }
 
-/// Returns `count` rows at even distances, or all rows if there are no more.
+/// Returns `count` row numbers at even distances, or all if there are no more rows.
 fn spread_rows(count: u64, num_rows: u64) -> Vec<u64> {
     let count = count.min(num_rows);
     (0..count).map(|index| index * num_rows / count).collect()

@@ -19,27 +19,27 @@ use crate::store::{DatasetRow, StoreError};
 pub(super) struct Prompts {
     /// JSON pointer to the dataset in the job.
     pub(super) at: String,
-    /// Source of the rows.
+    /// Where the rows are stored.
     pub(super) source: Source,
     pub(super) facts: DatasetFacts,
 }
 
 pub(super) enum Source {
-    /// A stored dataset, with the path of its rows.
+    /// A stored dataset: the path of its file of rows.
     Stored(PathBuf),
     /// Records inside the job.
     Records(Vec<Value>),
-    /// Rows that were uploaded with the job or converted from files, and the origin of these files.
+    /// Rows that were uploaded with the job or converted from files, in a staged file, with the origin of these files.
     Uploaded(Summary, StagedDone, Option<Value>),
-    /// Several sources, one after another.
+    /// The rows of several datasets, one after another.
     Several(Vec<Source>),
 }
 
-/// The place in the job that names a dataset, and how plain strings are treated without a mapping.
+/// The field of a job that names a dataset, and how plain text prompts are treated without a mapping.
 pub(super) struct Place {
     pub(super) at: String,
     pub(super) chat_default: bool,
-    /// Whether the rows must have answers.
+    /// Whether each row must have an answer, as in a warm-up.
     pub(super) answers: bool,
 }
 
@@ -49,7 +49,7 @@ impl Place {
     }
 }
 
-/// A row, before or after its text was parsed.
+/// A dataset row, as its JSON text or parsed.
 enum Row<'r> {
     Text(&'r str),
     Read(&'r Value),
@@ -65,7 +65,7 @@ impl Row<'_> {
 }
 
 impl Source {
-    /// Calls `visit` with each row until it returns false. Returns whether it never did. Blocking.
+    /// Calls `visit` with each row until it returns false. Returns true if all rows were visited. Blocking.
     fn each_row(&self, visit: &mut dyn FnMut(Row<'_>) -> std::io::Result<bool>) -> std::io::Result<bool> {
         let path = match self {
             Source::Records(records) => {
@@ -95,7 +95,7 @@ impl Source {
         Ok(true)
     }
 
-    /// Writes all rows in their canonical form. Blocking.
+    /// Writes all rows to a file in canonical form. Blocking.
     pub(super) fn write(&self, out: &mut dyn std::io::Write) -> std::io::Result<()> {
         let all = self.each_row(&mut |row| {
             match row {
@@ -107,7 +107,7 @@ impl Source {
         all.map(drop)
     }
 
-    /// Returns the origin of the rows, as stored with the dataset.
+    /// Returns the origin of the rows (hub repository, commit, files), as stored with a dataset.
     pub(super) fn origin(&self) -> Option<Value> {
         match self {
             Source::Uploaded(_, _, origin) => origin.clone(),
@@ -132,8 +132,8 @@ impl Prompts {
         Self { at: at.to_owned(), source: Source::Uploaded(summary, staged, origin), facts }
     }
 
-    /// Looks up a dataset, or creates it. Inline records are taken out of the job. A missing or invalid dataset is an
-    /// error of the job.
+    /// Finds the dataset that a field of the job names, or prepares its rows. Inline records are moved out of the job. A
+    /// missing or invalid dataset is an error of the job.
     pub(super) async fn find(
         state: &AppState,
         caller: &Caller,
@@ -159,7 +159,7 @@ impl Prompts {
             DatasetSource::Hub(hub) => Self::of_hub(state, caller, hub, place, errors).await,
             DatasetSource::Records(records) => {
                 let facts = DatasetFacts::of_records(records);
-                // The emptied list stays in the job: it still says where the rows came from.
+                // The list in the job is emptied but not removed, because it still shows that the rows were sent inline.
                 Ok(Some(Self { at: place.at.clone(), source: Source::Records(std::mem::take(records)), facts }))
             }
             DatasetSource::Id(id) => Self::stored(state, caller, *id, place, errors).await,
@@ -167,8 +167,10 @@ impl Prompts {
                 let Some(prompts) = Self::stored(state, caller, *id, place, errors).await? else { return Ok(None) };
                 let rows: u64 = sources.iter().map(|source| source.num_rows).sum();
                 if rows != prompts.facts.num_rows {
-                    let detail =
-                        format!("the sources have {rows} rows together, the dataset {}", prompts.facts.num_rows);
+                    let detail = format!(
+                        "the sources have {rows} rows together, but the dataset that was built from them has {}",
+                        prompts.facts.num_rows
+                    );
                     errors.push(FieldError::new(format!("{}/sources", place.at), "invalid_value", detail));
                     return Ok(None);
                 }
@@ -176,7 +178,7 @@ impl Prompts {
                 let sources = sources.iter().map(source).collect();
                 Ok(Some(Self { facts: DatasetFacts { sources, ..prompts.facts }, ..prompts }))
             }
-            // A mix cannot contain another mix.
+            // A list of several datasets cannot contain another list.
             DatasetSource::Mixed(_) => Ok(None),
         }
     }
@@ -223,7 +225,7 @@ impl Prompts {
         }
     }
 
-    /// Concatenates the rows of several sources.
+    /// Concatenates the rows of several datasets.
     async fn of_sources(
         state: &AppState,
         caller: &Caller,
@@ -235,7 +237,7 @@ impl Prompts {
         for (index, mixed) in sources.iter_mut().enumerate() {
             let Some(source) = &mut mixed.source else { continue };
             let place = Place { at: format!("{}/{index}", place.at), ..*place };
-            // Continue after an error, so that the errors of all sources are reported together.
+            // After an error the other datasets are still read, so that the errors of all are reported together.
             let Some(prompts) = Self::of_one(state, caller, source, &place, errors).await? else { continue };
             let num_rows = prompts.facts.num_rows;
             let weight = mixed.weight.unwrap_or(num_rows as f64);
@@ -293,7 +295,7 @@ impl Prompts {
     }
 }
 
-/// The error for a dataset that does not exist.
+/// Creates the error for a dataset that does not exist.
 pub(super) fn unknown_dataset(at: &str, id: &str) -> FieldError {
     let detail = format!("there is no dataset '{}': upload it with POST /datasets", shortened(id));
     FieldError::new(at, "unknown_dataset", detail)

@@ -13,7 +13,7 @@ use crate::spec::{FieldError, JobSpec, Plan, PythonPlan, RewardKind, RewardPlan}
 /// Maximum size of a Python file, in bytes.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
-/// Stands for `RLOOD_API_KEY` in the list of allowed keys.
+/// The word that stands for `RLOOD_API_KEY` in `--python-rewards-keys`.
 const OPERATOR: &str = "operator";
 
 /// Resolves the files of a job's Python rewards: their plans then contain the absolute path and its SHA-256.
@@ -73,10 +73,10 @@ async fn refusal(state: &AppState, caller: &Caller) -> Result<Option<String>, Pr
     }
     let (name, id) = match caller.actor() {
         Actor::Anonymous if !keys_are_on(state).await? => return Ok(None),
-        // Reachable only by a session whose key was removed.
+        // This arm is reached only by a browser session whose key was removed.
         Actor::Anonymous => (String::new(), "NAME".to_owned()),
         Actor::Operator => (OPERATOR.to_owned(), OPERATOR.to_owned()),
-        // A database key with this name is not the operator's key.
+        // `operator` in the list stands for RLOOD_API_KEY only, not for a database key with this name.
         Actor::Key { id, name } if name == OPERATOR => (String::new(), id.to_string()),
         Actor::Key { id, name } => (name.clone(), id.to_string()),
     };
@@ -89,10 +89,10 @@ async fn refusal(state: &AppState, caller: &Caller) -> Result<Option<String>, Pr
     )))
 }
 
-/// Whether the caller may restart a job with such rewards.
+/// Checks that the caller may restart a job with Python rewards.
 ///
 /// # Errors
-/// When the caller may not.
+/// Fails when the caller may not use Python rewards.
 pub(super) async fn check_plan(state: &AppState, caller: &Caller, plan: &Plan) -> Result<(), Problem> {
     if python_plans(plan).next().is_none() {
         return Ok(());
@@ -119,7 +119,8 @@ fn python_plans(plan: &Plan) -> impl Iterator<Item = &PythonPlan> {
 
 /// Returns the absolute path of a file and the SHA-256 of its bytes. Blocking.
 fn find(permitted: &PythonRewards, given: &str) -> Result<(String, String), (&'static str, String)> {
-    // The same text whether or not the file exists elsewhere, so that it reveals nothing about the machine.
+    // The error is the same whether or not the file exists outside the allowed folders, so that it reveals nothing about the
+    // machine.
     let nowhere = || {
         let detail = format!("the file '{}' was not found in the folders of --python-rewards", shortened(given));
         ("unknown_file", detail)

@@ -1,5 +1,5 @@
-//! Access that is closed once keys exist: private addresses for outgoing requests, and models outside `--model-root`. Checked at
-//! each use, so that the first key takes effect immediately.
+//! Rules that become stricter when the first API key is created: private addresses for outgoing requests, and models outside
+//! `--model-root`. They are evaluated at each use, so that the first key takes effect immediately.
 
 use std::path::PathBuf;
 

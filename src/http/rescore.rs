@@ -39,13 +39,13 @@ use figures::{AdvantageChange, Correlation, GroupAgreement, Spread, leave_one_ou
 use request::{Wanted, invalid, read, rewards_of};
 use stored::{newest_groups, with_columns};
 
-/// Number of samples scored together. Chunks that finish in time are kept.
+/// Number of samples scored together as a chunk. Chunks that finish before the time limit are kept.
 const CHUNK: usize = 256;
 /// Maximum number of concurrent re-scores. Further requests are refused.
 pub(super) const MAX_CONCURRENT: usize = 4;
 /// Time limit for reading the request, and for comparing old and new values.
 const COMPUTE_WITHIN: Duration = Duration::from_secs(20);
-/// Extra time for the last sample of a built-in reward after the limit.
+/// Extra time after the limit in which a built-in reward can finish its current sample.
 const LAST_SAMPLE: Duration = Duration::from_secs(2);
 /// Maximum number of different errors in a response.
 const MAX_ERRORS: usize = 10;
@@ -218,7 +218,7 @@ fn unusable(error: BuildError) -> Problem {
     invalid(vec![FieldError { pointer: "/reward".to_owned(), code: "unusable".to_owned(), detail: error.detail }])
 }
 
-/// Returns a built-in reward's judgments, one per sample, and whether all were graded in time.
+/// Scores samples with a built-in reward. Returns one result per sample, and whether all were scored in time.
 async fn grade(
     state: &AppState,
     caller: &Caller,
@@ -232,17 +232,17 @@ async fn grade(
     };
     let mut judged = match heavy::run(state, caller, wait + LAST_SAMPLE, grading).await {
         Ok(graded) => graded.map_err(unusable)?,
-        // A single sample took longer than the limit for all.
+        // The first sample alone took longer than the time limit for all samples.
         Err(problem) if problem.code() == Code::WorkTimeout => Vec::new(),
         Err(problem) => return Err(problem),
     };
     let complete = judged.len() == count;
-    judged.resize(count, Judgement::missing("not_in_time", "not graded within max_wait_s"));
+    judged.resize(count, Judgement::missing("not_in_time", "not scored within max_wait_s"));
     Ok((judged, complete))
 }
 
-/// Lends the secret of a job's reward with the same address, which cannot be read back. If there are several: the one with the same
-/// name, then the one that scored the samples of this phase.
+/// Copies the secret of a reward of the job with the same URL to the new reward, because clients cannot read secrets back. Of
+/// several rewards it prefers the one with the same name, then the one that scored the samples of this phase.
 fn lend_secrets(wanted: &mut Wanted, plan: &Plan, mut secrets: BTreeMap<String, RewardSecrets>) {
     let url = |kind: &RewardKind| kind.service().map(|service| service.url.clone());
     let Some(asked) = url(&wanted.plan.kind).filter(|_| wanted.secrets == RewardSecrets::default()) else { return };
@@ -254,20 +254,21 @@ fn lend_secrets(wanted: &mut Wanted, plan: &Plan, mut secrets: BTreeMap<String, 
     let there = plan
         .rewards_by_secret_name()
         .filter(|(name, reward)| url(&reward.kind).as_ref() == Some(&asked) && secrets.contains_key(name));
-    // The first of equals wins.
+    // Among equally good rewards the first one lends its secret.
     let lender = there.reduce(|best, next| if preference(next.1) > preference(best.1) { next } else { best });
     if let Some(secret) = lender.and_then(|(name, _)| secrets.remove(&name)) {
         wanted.secrets = secret;
     }
 }
 
-/// The settings of a job, but without waiting for an outage to end.
+/// Limits the retry settings of a reward for a re-score: at most three tries and ten seconds of outage.
 fn patient(service: &mut ServicePlan) {
     service.max_tries = service.max_tries.min(3);
     service.max_outage_s = service.max_outage_s.min(10);
 }
 
-/// Returns one judgment per sample, and whether all were requested in time. Groups are never split between chunks.
+/// Scores samples with a reward service. Returns one result per sample, and whether all were requested in time. Groups are
+/// never split between chunks.
 async fn judge(
     reward: &dyn Reward,
     job: &JobContext,
@@ -385,7 +386,8 @@ fn compare(wanted: &Wanted, plan: &Plan, own: &[RewardPlan], stored: &[Sample], 
     }
 }
 
-/// Returns the weighted sum with the new value; `None` = unscorable (rloo.md).
+/// Returns a sample's weighted sum of rewards with the new value in place of the replaced one; `None` = the
+/// sample has no reward.
 fn new_weighted(
     wanted: &Wanted,
     combine: Combine,
@@ -397,7 +399,8 @@ fn new_weighted(
         return new.number().map(|value| value * wanted.plan.weight);
     };
     let stored = |name: &str| sample.rewards.get(name).copied().flatten();
-    // The sample was unscorable although this value existed: another value was missing, and still is.
+    // The sample had no combined reward although the replaced reward had a value: the value of another reward is missing, so
+    // there is no combined reward now either.
     if combine == Combine::Renormalize && sample.reward.is_none() && stored(replaced).is_some() {
         return None;
     }

@@ -38,7 +38,8 @@ pub struct RetryRequest {
     from: Option<RetryFrom>,
 }
 
-/// Deserializes via a JSON value: a value of the wrong type is then reported as invalid, not as a syntax error.
+/// Deserializes `from` through a JSON value, so that a value of the wrong type is reported as an invalid field, not
+/// as a syntax error.
 fn read_from<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<RetryFrom>, D::Error> {
     let given = Value::deserialize(deserializer)?;
     serde_json::from_value(given).map_err(|_| D::Error::custom("must be \"latest\" or \"start\""))
@@ -62,7 +63,8 @@ async fn retry_job(
     OptionalJson(request): OptionalJson<RetryRequest>,
 ) -> Result<Response, Problem> {
     let RetryRequest { from } = request.unwrap_or_default();
-    // Without `from` the identity is the same as before the field existed, so that older keys stay valid.
+    // Without `from` the request's identity for `Idempotency-Key` is the same as before that field existed, so that older keys
+    // stay valid.
     let identity = match from {
         None => identity(id),
         Some(RetryFrom::Latest) => identity(format_args!("{id} latest")),
@@ -72,7 +74,8 @@ async fn retry_job(
     once(&state, &caller, &headers, "POST /jobs/{id}/retry", &identity, work).await
 }
 
-/// Links the files first, then inserts the row. Files left behind by a failure are removed, at the latest at the next start.
+/// Links the checkpoint files first, then inserts the new job's row. If the insertion fails, the links are removed, at the
+/// latest at the next start of the server.
 async fn retry(state: AppState, caller: Caller, id: JobId, from: Option<RetryFrom>) -> Result<Answer, Problem> {
     let old = state.store.job_get(id).await?;
     python_rewards::check_plan(&state, &caller, &old.plan()?).await?;

@@ -225,7 +225,7 @@ fn missing_fraction(health: &RewardHealth) -> Option<f64> {
     (health.samples > 0).then(|| health.missing as f64 / health.samples as f64)
 }
 
-/// Counts failed requests: all errors except those of single samples.
+/// Returns the number of failed requests: all errors except those of single samples.
 fn failed(health: &RewardHealth) -> u64 {
     health.errors.iter().filter(|(class, _)| *class != "sample").map(|(_, number)| number).sum()
 }
@@ -256,7 +256,7 @@ async fn list_rewards(State(state): State<AppState>, Path(id): Path<JobId>) -> R
     Ok(Json(List { data, next: None }))
 }
 
-/// A metric family: name, type, help, and its value for a reward.
+/// A Prometheus metric: name, type, help text, and the function that returns its value for a reward.
 type Family = (&'static str, &'static str, &'static str, fn(&RewardHealth) -> Option<f64>);
 
 const FAMILIES: [Family; 9] = [
@@ -278,7 +278,7 @@ const FAMILIES: [Family; 9] = [
 /// Writes the metrics of the most recently updated rewards, for the jobs that the caller sees.
 pub(super) async fn write_metrics(state: &AppState, caller: &Caller, text: &mut String) -> Result<(), Problem> {
     let rows = state.store.reward_health_latest(caller.sees(), IN_METRICS).await?;
-    // Ids and reward names contain no character that a label would have to escape.
+    // Job ids and reward names contain no character that must be escaped in a Prometheus label.
     let labels = |row: &RewardHealthRow| {
         let of = if row.report.evaluation { "eval" } else { "train" };
         format!("job=\"{}\",reward=\"{}\",rewards_of=\"{of}\"", row.job, row.report.name)

@@ -11,7 +11,7 @@ use crate::modelcard::{Backbone, ClassifierCard};
 use crate::spec::{FieldError, JobSpec, RewardKind, RewardModelFacts, RewardModelPlan, RewardTextFormat};
 use crate::store::{ModelRow, StoreError};
 
-/// A reward, its place in the job, and its model.
+/// A `reward_model` reward, its field in the job, and the registered model.
 pub(super) struct Named {
     at: String,
     plan: RewardModelPlan,
@@ -69,7 +69,7 @@ pub(super) async fn find(
     Ok(found)
 }
 
-/// Reads the models' cards. Blocking.
+/// Reads the properties of the models. Blocking.
 pub(super) fn inspect(named: Vec<Named>, errors: &mut Vec<FieldError>) -> BTreeMap<String, RewardModelFacts> {
     let mut facts = BTreeMap::new();
     for Named { at, plan, row } in named {
@@ -81,7 +81,7 @@ pub(super) fn inspect(named: Vec<Named>, errors: &mut Vec<FieldError>) -> BTreeM
     facts
 }
 
-/// Returns the facts that a plan depends on, or the invalid field, an error code, and what to do.
+/// Returns the model's properties that the resolved job depends on, or the invalid field, an error code, and what to do.
 fn inspect_one(
     plan: &RewardModelPlan,
     row: &ModelRow,

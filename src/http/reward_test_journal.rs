@@ -1,4 +1,5 @@
-//! The journal of `POST /rewards/test`. It stores nothing, but allows a service to answer later.
+//! The request journal of `POST /rewards/test`. It stores no rewards, but registers requests, so that a service may answer 202
+//! and send results later.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -12,7 +13,7 @@ use crate::protocol::JournalEntry;
 use crate::reward::journal::{Journal, JournalClosed, JournaledRequest};
 use crate::store::{Store, StoreError, clock_ms};
 
-/// The journal of one test. Dropping it removes the requests that it registered.
+/// The request journal of one reward test. Dropping the value removes the requests that it registered.
 pub(super) struct TestJournal {
     store: Store,
     terms: CallbackTerms,
@@ -70,7 +71,7 @@ impl Drop for TestJournal {
         let store = self.store.clone();
         runtime.spawn(async move {
             for id in opened {
-                // Retention removes entries that cannot be removed now.
+                // An error is ignored, because the retention task removes the registered requests later.
                 let _ = store.callback_forget(&id).await;
             }
         });

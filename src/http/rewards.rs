@@ -39,7 +39,7 @@ const MAX_TIMEOUT_MS: u64 = 30_000;
 const READ_WITHIN: Duration = Duration::from_secs(20);
 /// Time limit for built-in rewards. Samples that are not graded by then have no value.
 const GRADE_WITHIN: Duration = Duration::from_secs(20);
-/// Extra time for the last sample after the limit.
+/// Extra time after the limit in which a built-in reward can finish its current sample.
 const LAST_SAMPLE: Duration = Duration::from_secs(5);
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -128,7 +128,7 @@ fn unusable(error: BuildError) -> Problem {
     Problem::new(Code::InvalidBody, error.to_string()).item("/reward", "unusable", error.detail)
 }
 
-/// Whether a reward is computed in this process.
+/// Whether a reward is built in, that is computed in this process.
 pub(super) fn is_built_in(kind: &RewardKind) -> bool {
     kind.service().is_none() && !matches!(kind, RewardKind::RewardModel(_))
 }
@@ -138,7 +138,7 @@ fn grade(plan: &RewardPlan, samples: &[RewardSample], stop: &AtomicBool) -> Resu
     let builtin = Builtin::of_plan(plan)?;
     let start = Instant::now();
     let mut judgements = builtin.judge_until(samples, stop, start + GRADE_WITHIN);
-    let late = format!("not graded within {} s: send fewer or shorter samples", GRADE_WITHIN.as_secs());
+    let late = format!("not scored within {} s: send fewer or shorter samples", GRADE_WITHIN.as_secs());
     judgements.resize_with(samples.len(), || Judgement::missing("not_in_time", late.clone()));
     let judged = Judged { judgements, ..Judged::default() };
     let warnings = columns_missing(plan, samples);
@@ -147,7 +147,7 @@ fn grade(plan: &RewardPlan, samples: &[RewardSample], stop: &AtomicBool) -> Resu
 
 type Test = (RewardPlan, RewardSecrets, Vec<RewardSample>);
 
-/// Parses the request and reports all errors together.
+/// Parses the request for a reward test and reports all errors together.
 fn read_test(body: &Value) -> Result<Test, Problem> {
     let mut errors = Vec::new();
     let mut refuse = |found: Vec<FieldError>| {
@@ -205,10 +205,10 @@ async fn try_reward(
         }
     } else {
         let RewardKind::RewardModel(model) = &plan.kind else {
-            let detail = "it is computed in this process".to_owned();
+            let detail = "a built-in reward has no service to call".to_owned();
             return Err(BuildError { reward: plan.name.clone(), detail });
         };
-        // The error says where to test the reward instead.
+        // Fails for a reward that this process cannot compute; the error says where to test it instead.
         let local = Local::new(&plan.name, model, None)?;
         start = Instant::now();
         judged = local.judge(&job, samples).await;
@@ -232,7 +232,7 @@ async fn try_reward(
     Ok(report_of(samples, Tried { judged, start, ping, exchanges, warnings }))
 }
 
-/// A service, or the process of a Python function that runs for one test.
+/// The reward under test: a service, or a Python function in a process that runs only for this test.
 enum Asked {
     Service(Box<Webhook>),
     Python(Box<PythonFunction>),
@@ -272,12 +272,12 @@ impl Asked {
     }
 }
 
-/// Removes the name of the reward from a failure's message, because it is shown next to it.
+/// Removes the reward's name from an error message, because the response shows the name next to it.
 fn without_name(detail: &str, name: &str) -> String {
     detail.strip_prefix(&format!("reward '{name}': ")).unwrap_or(detail).to_owned()
 }
 
-/// The outcome of a reward test.
+/// The results of a reward test, before they become the response.
 struct Tried {
     judged: Judged,
     start: Instant,
@@ -317,7 +317,7 @@ fn columns_missing(plan: &RewardPlan, samples: &[RewardSample]) -> Vec<String> {
     plan.kind.columns().into_iter().filter_map(missing).collect()
 }
 
-/// Limits the plan of a test to one attempt, whatever the result.
+/// Limits the settings of a reward under test to one attempt, whatever the result.
 fn once(service: &mut ServicePlan) {
     service.max_tries = 1;
     service.max_invalid_tries = 0;

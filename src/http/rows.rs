@@ -1,4 +1,4 @@
-//! Receives rows: checks them, converts them to canonical form, and writes them to a staged file.
+//! Receives dataset rows: checks them, converts them to canonical JSON, and writes them to a staged file.
 
 use std::time::{Duration, Instant};
 

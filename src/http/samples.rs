@@ -165,7 +165,7 @@ async fn list_samples(
     Ok(Json(SamplePage { data, next: page.next, removed }).into_response())
 }
 
-/// Waits for a slot if the page is a search. Other pages need no slot.
+/// Waits for one of the search slots if the request searches texts. Other pages need no slot.
 pub(super) async fn search_slot(
     state: &AppState,
     caller: &Caller,
@@ -177,7 +177,7 @@ pub(super) async fn search_slot(
     heavy::slot(state, &state.searches, caller).await.map(Some)
 }
 
-/// Converts the query to that of the store.
+/// Converts the HTTP query to the database query.
 fn wanted(query: SamplesQuery) -> Result<SampleQuery, Problem> {
     if query.q.as_ref().is_some_and(|text| text.chars().count() > 1000) {
         return Err(bad_query("q", "out_of_range", "must be at most 1000 characters long"));
@@ -218,17 +218,17 @@ struct Download {
     wanted: SampleQuery,
     form: Form,
     left: u64,
-    /// Names of the rewards, in the plan's order.
+    /// Names of the job's rewards, in the order of the job.
     names: Vec<String>,
 }
 
-/// Streams page after page. A page is read when the client has received the previous one.
+/// Streams a download of samples page by page. A page is read from the database when the client has received the previous one.
 async fn download(state: AppState, caller: Caller, id: JobId, download: Download) -> Result<Response, Problem> {
     let (kind, extension) = match download.form {
         Form::Csv => ("text/csv; charset=utf-8", "csv"),
         Form::Ndjson | Form::Json => ("application/x-ndjson", "ndjson"),
     };
-    // The first page is read before the status is sent, so that an invalid cursor still causes an error response.
+    // The first page of a download is read before the status is sent, so that an invalid cursor still causes an error response.
     let first = piece(&state, &caller, id, download).await?;
     let pieces = stream::try_unfold(Some(first), move |pieces: Option<(Bytes, Option<Download>)>| {
         let (state, caller) = (state.clone(), caller.clone());
@@ -249,7 +249,8 @@ async fn download(state: AppState, caller: Caller, id: JobId, download: Download
     Ok((headers, Body::from_stream(pieces)).into_response())
 }
 
-/// Returns the next rows as bytes, and the rest of the download. The first piece of a CSV begins with its header line.
+/// Returns the next chunk of the download, and the state from which the rest continues. The first chunk of a CSV begins
+/// with its header line.
 async fn piece(
     state: &AppState,
     caller: &Caller,
@@ -263,7 +264,7 @@ async fn piece(
         download.wanted.until = Some(Instant::now() + SEARCH_WITHIN);
         let reading = async { Ok(state.store.sample_page(id, &download.wanted).await?) };
         let page = heavy::unless_stopping(state, reading).await?;
-        // A search without a result so far continues behind other waiting searches.
+        // A search without a result so far releases its slot and queues behind other waiting searches.
         if !page.data.is_empty() || page.next.is_none() {
             break page;
         }
@@ -299,7 +300,8 @@ fn csv_of<'s>(
         let tail = ["kl", "advantage", "finish_reason", "num_tokens"].map(str::to_owned);
         writer.write_record(head.into_iter().chain(rewards).chain(tail))?;
     }
-    // serde_json writes the shortest digits that read back as the same number; a missing value is empty.
+    // Numbers in CSV are written by serde_json, with the shortest digits that read back as the same number; a missing value is
+    // empty.
     let number = |value: Option<f64>| value.map(|value| serde_json::Value::from(value).to_string()).unwrap_or_default();
     for sample in samples {
         let Sample {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
-/// File name and schema name.
+/// File name and OpenAPI schema name of each schema file.
 const FILES: [(&str, &str); 7] = [
     ("request.schema.json", "RewardRequest"),
     ("answer.schema.json", "RewardAnswer"),
@@ -24,7 +24,7 @@ pub fn contract_schemas() -> Vec<(&'static str, String)> {
     FILES.map(file).into()
 }
 
-/// Returns one schema with everything it refers to.
+/// Returns one OpenAPI schema as a JSON Schema document with all schemas that it refers to.
 fn schema(schemas: &Value, file: &str, name: &str) -> Value {
     let mut whole = Map::from_iter([
         ("$schema".to_owned(), json!("https://json-schema.org/draft/2020-12/schema")),
@@ -48,7 +48,7 @@ fn schema(schemas: &Value, file: &str, name: &str) -> Value {
     Value::Object(whole)
 }
 
-/// Rewrites references so that they point into the file itself.
+/// Rewrites the references of a schema so that they point into the same file.
 fn within(schema: &Value) -> Value {
     match schema {
         Value::Object(fields) => fields
@@ -63,7 +63,7 @@ fn within(schema: &Value) -> Value {
     }
 }
 
-/// Returns the names that a schema refers to.
+/// Returns the names of the schemas that a schema refers to.
 fn names(schema: &Value) -> BTreeSet<String> {
     match schema {
         Value::Object(fields) => {

@@ -1,4 +1,4 @@
-//! Data for a list of many jobs: a downsampled reward curve per job, and a stream of changes.
+//! Data for a list of many jobs: a downsampled reward curve per job, and a stream of the jobs' changes.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -32,11 +32,11 @@ const MAX_JOBS: usize = 100;
 const DEFAULT_POINTS: u32 = 48;
 /// Maximum number of points of a curve.
 const MAX_POINTS: u32 = 1000;
-/// Changes of a job within this time are sent as one event.
+/// Changes of a job within this interval are merged into one event of the stream.
 const MERGE_WITHIN: Duration = Duration::from_millis(300);
-/// Maximum number of events buffered for a slow client.
+/// Maximum number of events that a stream buffers for a slow client.
 const BACKLOG: usize = 128;
-/// How long a client may read nothing before it is disconnected.
+/// How long a client of a stream may read nothing before the server disconnects it.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between two keep-alive comments on a quiet stream.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
@@ -168,7 +168,7 @@ async fn follow(
             return Ok(());
         }
         for (id, deleted_owner) in changed {
-            // Jobs of other owners are not reported, nor their deletion.
+            // The stream does not report jobs of other owners, nor their deletion.
             let event = match deleted_owner {
                 Some(owner) if caller.may_see(&owner) => {
                     sse::Event::default().event("gone").json_data(json!({"id": id}))
@@ -190,13 +190,13 @@ async fn follow(
     }
 }
 
-/// Merges a change into the pending ones. A deletion is final, whichever change arrives last.
+/// Merges the change of a job into the pending ones. A deletion overrides other changes, whichever arrives last.
 fn merge_change(changed: &mut BTreeMap<JobId, Option<String>>, JobChange { id, deleted_owner }: JobChange) {
     let known = changed.entry(id).or_default();
     *known = known.take().or(deleted_owner);
 }
 
-/// Sends an event. False when the client is gone, or reads too slowly.
+/// Sends an event to a stream. Returns false when the client has disconnected or reads too slowly.
 async fn send(sender: &Sender, event: sse::Event) -> bool {
     sender.send_timeout(Ok(event), CLIENT_TIMEOUT).await.is_ok()
 }

@@ -18,14 +18,14 @@ use super::extract::Json;
 use crate::storage::{StorageKind, StorageUse};
 use crate::store::storage::{self, StorageReport};
 
-/// Maximum age of the report that decides whether a write is accepted.
+/// Maximum age of the disk usage report that decides whether a write is accepted.
 const REPORT_AGE: Duration = Duration::from_secs(5);
 
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(get_storage))
 }
 
-/// The last report, and the lock for creating the next one: only one request at a time examines every file.
+/// The last disk usage report, and the lock for creating the next one: only one request at a time examines every file.
 #[derive(Debug, Default)]
 pub struct LastReport(Mutex<Option<(Instant, Arc<StorageReport>)>>);
 
@@ -153,11 +153,12 @@ fn amount_of(StorageUse { size_bytes, count }: StorageUse) -> Amount {
     Amount { size_bytes, count }
 }
 
-/// Returns a new report, or one that is not older than `age`. Requests that arrive while a report is being created wait for it.
+/// Returns a new disk usage report, or one that is not older than `age`. Requests that arrive while a report is being
+/// created wait for it.
 async fn report(state: &AppState, age: Duration) -> Result<Arc<StorageReport>, Problem> {
     let asked = Instant::now();
     let mut last = state.storage.0.lock().await;
-    // A report that was started after the request is as good as a new one.
+    // A usage report whose creation began after this request arrived is as good as a new one.
     let is_good = |at: &Instant| *at >= asked || at.elapsed() < age;
     if let Some((_, report)) = last.as_ref().filter(|(at, _)| is_good(at)) {
         return Ok(report.clone());
@@ -168,7 +169,7 @@ async fn report(state: &AppState, age: Duration) -> Result<Arc<StorageReport>, P
     Ok(report)
 }
 
-/// Refuses data of a kind that has reached its limit.
+/// Refuses to store data of a kind that has reached its `--storage-limit`.
 pub(super) async fn check_limit(state: &AppState, kind: StorageKind, more_bytes: u64) -> Result<(), Problem> {
     let Some(limit) = state.config.storage_limits.get(&kind).copied() else { return Ok(()) };
     let report = report(state, REPORT_AGE).await?;

@@ -42,7 +42,7 @@ use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 /// Maximum size of the multipart field `spec`, in bytes.
 const MAX_SPEC_BYTES: usize = 1024 * 1024;
 
-/// Time limit for parsing a job.
+/// Time limit for parsing a submitted job.
 const READ_WITHIN: std::time::Duration = std::time::Duration::from_secs(30);
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -51,7 +51,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
 
 /// A job as a multipart form.
 #[derive(ToSchema)]
-#[expect(dead_code, reason = "describes the multipart body in the document")]
+#[expect(dead_code, reason = "only describes the multipart body in the OpenAPI document")]
 struct JobForm {
     /// The job without its dataset: JSON, or the format given by the field's content type (application/yaml, application/toml) or
     /// file name (.yaml, .yml, .toml).
@@ -77,7 +77,8 @@ struct JobForm {
 async fn create_job(State(state): State<AppState>, caller: Caller, mut request: Request) -> Result<Response, Problem> {
     let headers = request.headers().clone();
     if media_type(&headers) == "multipart/form-data" {
-        // The rows are streamed to disk, and their size is checked there; the other field is limited below.
+        // No body limit here: the form's rows are streamed to disk, and their size is checked there. The field `spec` is
+        // limited below.
         DefaultBodyLimit::disable().apply(&mut request);
         let form = Multipart::from_request(request, &()).await.map_err(|error| bad_form(error.body_text()))?;
         let (document, rows) = read_form(&state, form).await?;
@@ -96,7 +97,7 @@ async fn read_document(headers: &HeaderMap, request: Request) -> Result<(Value, 
     Ok((parse_document(&bytes, format)?, Sha256Digest::of(&bytes).to_string()))
 }
 
-/// Rows that were uploaded with the job: checked, in canonical form, not yet a dataset.
+/// Rows that were uploaded with the job: checked and in canonical form, but not yet stored as a dataset.
 type UploadedRows = (Summary, StagedDone);
 
 async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, UploadedRows), Problem> {
@@ -127,7 +128,7 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
     Ok((document, rows.ok_or_else(|| bad_form(missing.to_owned()))?))
 }
 
-/// The format of a field: from its content type, else from its file name, else JSON.
+/// Returns the format of the form field `spec`: from its content type, else from its file name, else JSON.
 fn form_of_spec(part: &Field<'_>) -> DocumentFormat {
     let kind = part.content_type().and_then(|kind| kind.split(';').next()).unwrap_or("").trim().to_ascii_lowercase();
     DocumentFormat::of_media_type(&kind).unwrap_or_else(|| {
@@ -153,7 +154,7 @@ async fn read_part(mut part: Field<'_>) -> Result<Vec<u8>, Problem> {
     Ok(bytes)
 }
 
-/// Parses a job, which may include compiling schemas, patterns and templates.
+/// Parses a submitted job, which may include compiling schemas, patterns and templates.
 pub(super) async fn read_spec(
     state: &AppState,
     caller: &Caller,
@@ -162,7 +163,7 @@ pub(super) async fn read_spec(
     heavy::run(state, caller, READ_WITHIN, move |_| JobSpec::read(document)).await
 }
 
-/// Turns the document into a queued job.
+/// Validates the submitted document, stores its data, and queues the job.
 pub(super) async fn submit(
     state: AppState,
     caller: Caller,
@@ -214,7 +215,7 @@ pub(super) async fn submit(
     Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(&state, row).await?)
 }
 
-/// The dataset of a form is a separate field, so the document must not name one.
+/// The dataset of a form is a field of its own, so the job in `spec` must not name a dataset.
 fn put_placeholder(document: &mut Value) -> Option<FieldError> {
     let object = document.as_object_mut()?;
     if object.get("dataset").is_some_and(|dataset| !dataset.is_null()) {
@@ -246,7 +247,7 @@ pub(super) async fn store_prompts(
     if let (Some(row), Some(warm_up)) = (store_uploaded_dataset(state, owner, warm_up).await?, &mut plan.warm_up) {
         store_in(&mut warm_up.dataset, &row);
         document["warm_up"]["dataset"] = submittable_dataset(&warm_up.dataset);
-        // The stored rows are already mapped.
+        // The mapping is removed, because the stored warm-up rows are already mapped.
         if let Some(document) = document["warm_up"].as_object_mut() {
             document.shift_remove("map");
         }
@@ -254,7 +255,7 @@ pub(super) async fn store_prompts(
     Ok(())
 }
 
-/// Stores the rows that an evaluation names in the same way.
+/// Stores the rows of the `eval` section as datasets, in the same way.
 async fn store_eval_prompts(
     state: &AppState,
     owner: &str,
@@ -278,7 +279,7 @@ async fn store_eval_prompts(
     Ok(())
 }
 
-/// Sets the id and hash of a planned dataset to those of the stored one.
+/// Sets the id and hash of a dataset in the plan to those of the stored dataset.
 fn store_in(plan: &mut DatasetPlan, row: &DatasetRow) {
     *plan = DatasetPlan {
         sources: std::mem::take(&mut plan.sources),
@@ -396,7 +397,7 @@ async fn validate_job(
     translated(&state, &caller, &document, preflight_limits).await.map(Json)
 }
 
-/// Validates a document; `errors` are those found before. Runs a preflight of a valid job if requested.
+/// Validates a submitted document; `errors` are those found before. Runs a preflight of a valid job if requested.
 async fn validated(
     state: &AppState,
     caller: &Caller,
@@ -445,7 +446,7 @@ async fn validated(
     Ok(Validation { valid, plan, errors, warnings, estimate, probe: report, spec, unsupported, ignored })
 }
 
-/// Like [`validated`], for a TRL run.
+/// Translates a TRL run to a job and validates the job.
 async fn translated(
     state: &AppState,
     caller: &Caller,
@@ -453,7 +454,7 @@ async fn translated(
     preflight_limits: Option<preflight::Limits>,
 ) -> Result<Validation, Problem> {
     let conversion = trl::convert(document, rows_of_named(state, caller, document).await?);
-    // Without batch sizes the plan would consist of defaults that the user did not choose.
+    // Without batch sizes no plan and no preflight: they would show defaults that the user did not choose.
     let complete = conversion.spec.pointer("/training/prompts_per_step").is_some();
     let preflight_limits = preflight_limits.filter(|_| complete && conversion.unsupported.is_empty());
     let mut validation =
@@ -472,7 +473,8 @@ async fn translated(
     Ok(validation)
 }
 
-/// Number of rows of the uploaded dataset that a run names; None if it names none, or an unknown one (reported later).
+/// Returns the number of rows of the uploaded dataset that a TRL run names; None if it names none, or one that does
+/// not exist (reported later).
 async fn rows_of_named(state: &AppState, caller: &Caller, document: &Value) -> Result<Option<u64>, Problem> {
     let Some(id) = trl::named_dataset(document).and_then(|id| id.parse().ok()) else { return Ok(None) };
     match state.store.dataset_get(id).await {

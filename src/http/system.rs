@@ -35,7 +35,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Default)]
 pub struct RequestCounts(Mutex<BTreeMap<Answered, Times>>);
 
-/// Upper bounds of the histogram's buckets, in seconds.
+/// Upper bounds of the buckets in the histogram of request durations, in seconds.
 const BUCKETS_S: [f64; 11] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0];
 
 /// Durations of answered requests.
@@ -43,7 +43,7 @@ const BUCKETS_S: [f64; 11] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25
 struct Times {
     number: u64,
     time: Duration,
-    /// Number of requests within each bound but not the one before.
+    /// Number of requests in each bucket: at most its bound, but above the bound before.
     buckets: [u64; BUCKETS_S.len()],
 }
 
@@ -219,7 +219,8 @@ async fn list_workers(State(state): State<AppState>, caller: Caller) -> Result<J
     Ok(Json(List { data, next: None }))
 }
 
-/// An idle worker contacts the server at each claim, which the server may hold for a while: twice the lease counts as silence.
+/// An idle worker contacts the server only with claim requests, which the server may hold open for a while, so it counts as
+/// lost after twice the lease.
 fn lease_ms(state: &AppState) -> i64 {
     i64::try_from(state.config.lease_ms.saturating_mul(2)).unwrap_or(i64::MAX / 2)
 }

@@ -21,11 +21,11 @@ use super::AppState;
 use super::error::{Code, Problem};
 use crate::outgoing::Net;
 
-/// Size of the bucket: maximum number of invalid keys in quick succession.
+/// Size of an address's token bucket: maximum number of invalid keys in quick succession.
 const BURST: f64 = 20.0;
-/// Tokens of the bucket that keys refused before cannot use.
+/// The lower half of the bucket, which keys that were refused before cannot use.
 const RESERVED: f64 = 10.0;
-/// Time until one token is added.
+/// Interval at which one token is added to the bucket.
 const REFILL_INTERVAL: Duration = Duration::from_secs(6);
 /// Maximum number of addresses to remember. Beyond it the least recently seen one is dropped.
 const MAX_ADDRESSES: usize = 4096;
@@ -40,13 +40,13 @@ const X_FORWARDED_FOR: &str = "x-forwarded-for";
 pub(super) struct Client(pub Option<IpAddr>);
 
 impl Client {
-    /// Returns the peer's address, or the client that a trusted proxy names.
+    /// Returns the address of the socket's peer, or of the client that a trusted proxy names.
     pub(super) fn of(state: &AppState, headers: &HeaderMap, extensions: &Extensions) -> Self {
         let peer = extensions.get::<ConnectInfo<SocketAddr>>().map(|info| info.0.ip().to_canonical());
         Self(peer.map(|peer| named_by(&state.config.edge.trusted_proxies, peer, headers)))
     }
 
-    /// Returns the unit that limits apply to: the address, or an IPv6 client's network.
+    /// Returns the key of the bucket: an IPv4 address, or the network of an IPv6 address.
     pub(super) fn network(self) -> Option<IpAddr> {
         self.0.map(network)
     }
@@ -79,15 +79,15 @@ fn address_of(word: &str) -> Option<IpAddr> {
     address.ok().map(|address: IpAddr| address.to_canonical())
 }
 
-/// Recent failures of addresses.
+/// The token buckets of addresses that recently sent invalid keys.
 #[derive(Debug, Default)]
 pub struct Failures {
     addresses: Mutex<HashMap<IpAddr, Bucket>>,
 }
 
 impl Failures {
-    /// Checks the limit before a key, token or cookie is verified: 429 after too many invalid ones. Call `note`
-    /// with the result afterwards.
+    /// Checks the limit of an address before its key, token or cookie is verified: 429 after too many invalid ones. Call
+    /// `record` with the result afterwards.
     pub(super) fn admit(&self, client: Client, credential: &str) -> Result<(), Problem> {
         self.admit_at(client, credential, Instant::now()).map_err(|seconds| {
             let detail = format!("too many invalid keys from your address: try again in {seconds} s");
@@ -141,7 +141,7 @@ struct Bucket {
     logged_at: Option<Instant>,
     good: Marks,
     wrong: Marks,
-    /// Keys whose verification is in progress and already counted.
+    /// Keys whose verification is in progress; each is counted once, however many requests carry it.
     open: Marks,
 }
 
@@ -162,7 +162,8 @@ impl Bucket {
         (self.left, self.at) = ((self.left + more).min(BURST), now);
     }
 
-    /// Returns the seconds to wait if the limit is reached. Concurrent requests with the same new key count once.
+    /// Takes a token for a key that is about to be verified; returns the seconds to wait if the bucket is empty. Concurrent
+    /// requests with the same new key count once.
     fn admit(&mut self, address: IpAddr, mark: u64, now: Instant) -> Result<(), u64> {
         if self.good.has(mark) || self.open.has(mark) {
             return Ok(());
@@ -198,7 +199,7 @@ impl Bucket {
     }
 }
 
-/// The most recent keys.
+/// The most recently seen keys of an address, by digest.
 #[derive(Debug, Default)]
 struct Marks {
     kept: [Option<u64>; MAX_KEYS],
@@ -231,7 +232,7 @@ mod tests {
         Client(Some(text.parse().unwrap()))
     }
 
-    /// Sends an invalid key.
+    /// Sends an invalid key, as an attacker who guesses.
     fn guess(failures: &Failures, client: Client, key: &str, now: Instant) -> Result<(), u64> {
         failures.admit_at(client, key, now)?;
         failures.record_at(client, key, false, now);
@@ -244,7 +245,7 @@ mod tests {
         let taken = (0..100).take_while(|n| guess(&failures, at("192.0.2.1"), &format!("k{n}"), now).is_ok()).count();
         assert_eq!(taken, 20);
         assert_eq!(guess(&failures, at("192.0.2.1"), "another", now), Err(6));
-        // The right key waits as well: otherwise further guesses could find it.
+        // A valid key that the address did not use before is refused too: otherwise further guesses could find it.
         assert_eq!(failures.admit_at(at("192.0.2.1"), "right", now), Err(6));
         assert_eq!(failures.admit_at(at("::ffff:192.0.2.1").map(IpAddr::to_canonical), "right", now), Err(6));
         assert_eq!(failures.admit_at(at("192.0.2.2"), "right", now), Ok(()));
@@ -263,14 +264,14 @@ mod tests {
     fn a_good_key_goes_on_where_it_was_seen_and_costs_nothing() {
         let (failures, now, client) = (Failures::default(), Instant::now(), at("192.0.2.1"));
         for _ in 0..100 {
-            // Many concurrent requests before the first is known to be valid.
+            // Many concurrent requests with one key, before the key is known to be valid.
             failures.admit_at(client, "good", now).unwrap();
         }
         failures.record_at(client, "good", true, now);
         let taken = (0..100).take_while(|n| guess(&failures, client, &format!("k{n}"), now).is_ok()).count();
         assert_eq!(taken, 20);
         assert_eq!(failures.admit_at(client, "good", now), Ok(()));
-        // Until the key is refused, for example because it was revoked.
+        // The known key is exempt until it is refused, for example because it was revoked.
         failures.record_at(client, "good", false, now);
         assert!(failures.admit_at(client, "good", now).is_err());
     }

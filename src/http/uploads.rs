@@ -81,7 +81,7 @@ impl CreateQuery {
     }
 }
 
-/// The purpose for which rows are received.
+/// The purpose of received rows: to be stored, or previewed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
     /// The rows become a dataset.
@@ -97,13 +97,13 @@ pub(super) struct Sent {
 }
 
 pub(super) enum SentRows {
-    /// Checked and written as they arrived.
+    /// Plain rows, checked and written to a staged file as they arrived.
     Ready(Summary, StagedDone),
-    /// Files that must be converted first.
+    /// Compressed, mapped or hub files, which must be converted first.
     Files(Box<Files>, Recipe),
 }
 
-/// Receives the rows of a request in any of the accepted forms.
+/// Receives the dataset rows of a request: a plain body, a form, or the name of a hub dataset.
 pub(super) async fn receive(
     state: &AppState,
     caller: &Caller,
@@ -145,17 +145,17 @@ pub(super) async fn receive(
     Ok(Sent { name, rows })
 }
 
-/// A file that is arriving.
+/// An uploaded file that is arriving.
 struct Upload {
     name: Option<String>,
     format: Option<Format>,
     recipe: Recipe,
-    /// The first bytes, which are also part of the stream.
+    /// The first bytes of the upload, from which its format is detected; `stream` yields them too.
     start: Vec<u8>,
     purpose: Purpose,
 }
 
-/// Streams plain rows through the checks. Compressed or mapped uploads are first stored unchanged.
+/// Checks and stores plain rows as they arrive. Compressed or mapped uploads are first stored unchanged.
 async fn read_upload<E>(
     state: &AppState,
     upload: Upload,
@@ -193,7 +193,7 @@ async fn store_raw<E>(
             check_disk(state)?;
             unchecked = 0;
         }
-        // The rest is received and discarded, because other fields of the form may follow.
+        // The rest of the file is received and discarded, because other fields of the form may follow.
         if received < enough_bytes {
             staged.write(&piece).await?;
         }
@@ -202,7 +202,8 @@ async fn store_raw<E>(
     Ok(staged.finish().await?)
 }
 
-/// Number of bytes of an upload that are needed. A parquet file's index is at its end.
+/// Returns how many bytes of an upload are needed: for a preview the beginning, but the whole of a parquet file, whose
+/// index is at the end.
 fn enough(purpose: Purpose, start: &[u8]) -> u64 {
     match purpose {
         Purpose::Preview if !start.starts_with(b"PAR1") => PREVIEW_BYTES,
@@ -244,7 +245,8 @@ fn hub_document(kind: &str, start: &[u8]) -> Option<Result<(Option<String>, HubD
     let is_document = kind == "application/json" && start.trim_ascii_start().starts_with(b"{");
     let mut document: Value = is_document.then(|| serde_json::from_slice(start).ok()).flatten()?;
     let keys = document.as_object()?;
-    // Without `hub` the object is a row, unless all of its keys belong to such a request: then the error names the missing key.
+    // A JSON object without `hub` is a row, unless all of its keys belong to a request for a hub dataset: then `hub` is
+    // reported as missing.
     let is_request = !keys.is_empty() && keys.keys().all(|key| OF_HUB_DATASET.contains(&key.as_str()));
     if !keys.contains_key("hub") && !is_request {
         return None;
@@ -284,7 +286,7 @@ async fn read_form(
                 let (file, format) = (part.file_name().map(str::to_owned), format_of_part(&part));
                 let start = peek(&mut part, broken_form, false).await?;
                 let pieces = stream::iter([Ok(Bytes::from(start.clone()))]).chain(part);
-                // The field `mapping` may come after the file.
+                // The form is read to its end, because the field `mapping` may come after the file.
                 let staged = store_raw(state, pieces, broken_form, enough(purpose, &start)).await?;
                 raw = Some((file, format, is_packed(&start), staged));
             }
@@ -317,7 +319,7 @@ async fn read_form(
     Ok(Sent { name, rows })
 }
 
-/// Reads the field `mapping`.
+/// Reads the form field `mapping`.
 async fn read_mapping(mut part: Field<'_>) -> Result<Recipe, Problem> {
     let mut bytes = Vec::new();
     while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
@@ -357,8 +359,8 @@ pub(super) async fn short_text(mut part: Field<'_>) -> Result<String, Problem> {
     String::from_utf8(bytes).map_err(|_| bad_name())
 }
 
-/// Answers 413 before the first byte if the upload is larger than the free disk space. An upload that is mapped may be
-/// larger than a dataset.
+/// Answers 413 before the body is read if it is larger than the free disk space. An upload to which a mapping is applied may be
+/// larger than the limit for datasets.
 fn check_room(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
     let room = state.files.free_bytes()?.saturating_sub(state.config.edge.disk_reserve_bytes);
     match announced_bytes(headers) {
@@ -370,7 +372,8 @@ fn check_room(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
     }
 }
 
-/// Answers 413 before the first byte if the announced length is too large; `more` = allowance for data besides the rows.
+/// Answers 413 before the body is read if its announced length is too large. `more` = additional bytes allowed for other
+/// fields of a form.
 fn check_length(state: &AppState, headers: &HeaderMap, more: u64) -> Result<(), Problem> {
     match announced_bytes(headers) {
         Some(length) if length > state.dataset_limit_bytes.saturating_add(more) => {

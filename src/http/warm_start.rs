@@ -19,24 +19,24 @@ const AT_ADAPTER: &str = "/warm_start/adapter";
 const ADAPTER: [&str; 2] = super::adapters::FILES;
 const MODEL: [&str; 1] = ["model.safetensors"];
 
-/// The starting point of a job.
+/// The weights that a job with a warm start begins with.
 pub(super) enum Start {
     /// A checkpoint of a job on this server.
     Checkpoint(WarmStartFacts),
-    /// An adapter. Whether it matches the model is not known yet.
+    /// A PEFT adapter. Whether it matches the job's model is not checked yet.
     Adapter { row: Box<AdapterRow>, files: AdapterFiles },
 }
 
 /// Location of an adapter's files.
 pub(super) enum AdapterFiles {
-    /// Stored on the server.
+    /// The adapter is stored on the server.
     Kept(PathBuf),
-    /// Staged for this request only.
+    /// The adapter was downloaded for this request only.
     Staged(StagedDir),
 }
 
-/// Finds the starting point of a job, with an error if it does not exist. A hub adapter is downloaded, and stored
-/// if `keeps` is set.
+/// Finds the checkpoint or adapter that a job starts from, with an error if it does not exist. A hub adapter is downloaded, and
+/// stored if `keeps` is set.
 pub(super) async fn find(
     state: &AppState,
     caller: &Caller,
@@ -107,7 +107,8 @@ async fn find_adapter(
 }
 
 impl Start {
-    /// Returns the facts that a plan needs; an error if the adapter does not match the model. Reads files.
+    /// Returns the properties of the checkpoint or adapter that the resolved job needs; an error if the adapter does not match
+    /// the model. Reads files.
     pub(super) fn inspect(
         self,
         model: Option<(&str, &ModelDescription)>,
@@ -173,13 +174,13 @@ fn is_same_base(base: &str, model: &str) -> bool {
     base.is_empty() || plain(base) == plain(model)
 }
 
-/// Returns the facts that a plan needs about a checkpoint of this job.
+/// Returns the properties of a checkpoint that a job that starts from it needs.
 pub(super) fn facts(plan: &Plan) -> WarmStartFacts {
     let model = (plan.model.sha256.clone(), plan.model.id.clone());
     WarmStartFacts { model: Some(model), lora: plan.lora.clone(), adapter: None }
 }
 
-/// Returns the directory and the list of the files that a plan starts from.
+/// Returns the directory and the list of the files that a job starts from.
 pub(super) async fn source(state: &AppState, plan: &Plan) -> Result<Option<(PathBuf, Vec<FileEntry>)>, Problem> {
     let Some(warm_start) = &plan.warm_start else { return Ok(None) };
     if let Some(adapter) = &warm_start.adapter {
@@ -196,7 +197,7 @@ pub(super) async fn source(state: &AppState, plan: &Plan) -> Result<Option<(Path
     Ok(Some((state.files.checkpoint_dir(job, step, attempt), files)))
 }
 
-/// Links the files of a plan's warm start for a job that is about to be created.
+/// Links the files of a warm start into the directory of a job that is about to be created.
 pub(super) async fn pin_files(state: &AppState, job: JobId, plan: &Plan) -> Result<(), Problem> {
     let Some((from, files)) = source(state, plan).await? else { return Ok(()) };
     let wanted: &[&str] = if plan.lora.is_some() { &ADAPTER } else { &MODEL };
@@ -207,12 +208,12 @@ pub(super) async fn pin_files(state: &AppState, job: JobId, plan: &Plan) -> Resu
     blocking(state, move |data| data.initial_keep(job, Path::new(&from), &files)).await
 }
 
-/// Links the initial files of the job that a new one is created from.
+/// Links the warm-start files of an old job into the directory of a job that is created from it.
 pub(super) async fn pin_files_of_parent(state: &AppState, parent: JobId, job: JobId) -> Result<(), Problem> {
     blocking(state, move |data| data.initial_copy(parent, job)).await
 }
 
-/// Removes the files of a job that was not created after all.
+/// Removes the linked files of a job whose creation failed.
 pub(super) async fn unpin_files(state: &AppState, job: JobId) {
     if let Err(problem) = blocking(state, move |data| data.job_remove(job)).await {
         tracing::warn!(%job, ?problem, "could not remove the files of a job that was not created; the next start removes them");

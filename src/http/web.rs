@@ -23,18 +23,20 @@ use utoipa_swagger_ui::{Config, SwaggerUi};
 use super::AppState;
 use super::error::Problem;
 
-/// All resources come from this server, nothing is inline, and text never becomes markup or script.
+/// Content security policy of the dashboard: all resources come from this server, nothing is inline, and text never
+/// becomes markup or script.
 pub(super) const DASHBOARD_POLICY: HeaderValue = HeaderValue::from_static(
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; \
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
 );
-/// The page requests only its own files and /openapi.json; its library writes styles into the page.
+/// Content security policy of /docs. The page requests only its own files and /openapi.json; the library (Swagger UI) writes
+/// styles into the page.
 const DOCS_POLICY: HeaderValue = HeaderValue::from_static(
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; \
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
 );
 
-/// A hash of all files, and the name and bytes of each file.
+/// A hash of all files of the dashboard, and the name and bytes of each file.
 static SENT: (&str, &[(&str, &[u8])]) = include!(concat!(env!("OUT_DIR"), "/web_files.rs"));
 static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
     let (version, files) = SENT;
@@ -47,12 +49,12 @@ static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
 
 const PAGE: &str = "index.html";
 
-/// The address of a file of the dashboard, for pages of other modules.
+/// Returns the URL of a file of the dashboard, for pages of other modules.
 pub(super) fn address(name: &str) -> String {
     format!("/web/{}/{name}", SENT.0)
 }
 
-/// The page with this version's addresses, and with the names of all modules.
+/// The dashboard's HTML with this version's URLs and a preload link for each module.
 fn page(version: &str, files: &[(&str, &[u8])], text: &str) -> String {
     let modules = files.iter().map(|(name, _)| name).filter(|name| name.ends_with(".js"));
     let links: String = modules.map(|name| format!("<link rel=\"modulepreload\" href=\"/web/{name}\">\n")).collect();
@@ -60,7 +62,7 @@ fn page(version: &str, files: &[(&str, &[u8])], text: &str) -> String {
 }
 
 pub fn routes() -> Router<AppState> {
-    // Disables the badge of an external validation service.
+    // `validator_url("none")` disables Swagger UI's badge, which would call an external validation service.
     let config = Config::from("/openapi.json").validator_url("none").try_it_out_enabled(true);
     let docs = Router::from(SwaggerUi::new("/docs").config(config))
         .layer(SetResponseHeaderLayer::overriding(header::CONTENT_SECURITY_POLICY, DOCS_POLICY));
@@ -71,12 +73,12 @@ pub fn routes() -> Router<AppState> {
     docs.merge(dashboard)
 }
 
-/// A file as it is sent.
+/// A file of the dashboard as it is sent.
 pub(super) struct WebFile {
     kind: &'static str,
     etag: String,
     plain: Bytes,
-    /// Compressed on the first request.
+    /// The gzip-compressed bytes, created at the first request.
     gzipped: OnceLock<Bytes>,
 }
 
@@ -98,7 +100,7 @@ impl WebFile {
     fn gzipped(&self) -> Bytes {
         let gzip = || {
             let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
-            // Writing to a Vec cannot fail.
+            // The errors of compression are ignored, because writing to a Vec cannot fail.
             let _ = encoder.write_all(&self.plain);
             encoder.finish().unwrap_or_default().into()
         };
@@ -126,7 +128,7 @@ impl WebFile {
     }
 }
 
-/// Whether `gzip` or `*` is accepted with a weight other than 0.
+/// Whether `Accept-Encoding` allows gzip: names `gzip` or `*` with a weight other than 0.
 fn takes_gzip(accepted: &str) -> bool {
     accepted.split(',').any(|coding| {
         let (name, weight) = coding.split_once(';').unwrap_or((coding, ""));
@@ -142,7 +144,7 @@ async fn get_page(headers: HeaderMap) -> Response {
     }
 }
 
-/// An address of another version comes from a page that was loaded before the server was replaced: it gets this
+/// A URL with another version comes from a page that was loaded before the server was replaced. The answer is this
 /// version's file, without caching.
 async fn get_web_file(Path((version, name)): Path<(String, String)>, headers: HeaderMap) -> Response {
     match FILES.get(name.as_str()) {

@@ -296,7 +296,7 @@ async fn subscribe(state: AppState, caller: Caller, body: CreateWebhook) -> Resu
     with_secret(StatusCode::CREATED, Some(location), shown, row)
 }
 
-/// Shows a generated secret once.
+/// Builds the response that shows a generated secret. Repetitions of it for the same `Idempotency-Key` leave the secret out.
 fn with_secret(
     status: StatusCode,
     location: Option<String>,

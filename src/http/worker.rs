@@ -45,15 +45,16 @@ use crate::storage::StorageKind;
 use crate::store::publish;
 use crate::store::{Claimed, HeartbeatUpdate, PublishCheckpoint, StoreError, clock_ms};
 
-/// Maximum time that a claim request is held open, in ms.
+/// Maximum time in ms that a worker's request for a job is held open while the queue is empty.
 const MAX_WAIT_MS: u64 = 60_000;
-/// Maximum time that a request for new callback entries is held open.
+/// Maximum time that a worker's request for new results of reward callbacks is held open.
 const HOLD_CALLBACKS_FOR: Duration = Duration::from_secs(20);
 /// Maximum size of a checkpoint file, in bytes.
 const FILE_LIMIT_BYTES: u64 = 1 << 38;
 /// Maximum number of refused workers to remember.
 const MAX_REFUSED_WORKERS: usize = 1000;
-/// Maximum size of one journal call, in bytes: a worker's batch, or a single answer of 8 MiB as a JSON string.
+/// Maximum size of a request that writes to a job's journal, in bytes: a worker's batch of entries, or a single reward answer
+/// of 8 MiB as a JSON string.
 const JOURNAL_LIMIT_BYTES: usize = 32 << 20;
 
 /// The routes of this module. The caller adds the layer that checks the worker token.
@@ -86,7 +87,7 @@ struct Fence {
 async fn register(State(state): State<AppState>, Json(body): Json<Register>) -> Result<Json<Registered>, Problem> {
     let Register { worker, ref device, pid, ref version, protocol, .. } = body;
     if let Err(problem) = same_protocol(protocol) {
-        // A refused worker may try again many times; it is logged once.
+        // A worker of another version is refused at each try, but logged only once.
         if state.refused_workers.is_new(worker) {
             tracing::warn!(%worker, device, pid, version, "a worker is refused: {}", problem.detail());
         }
@@ -98,7 +99,7 @@ async fn register(State(state): State<AppState>, Json(body): Json<Register>) -> 
     Ok(Json(Registered { heartbeat_ms, lease_ms, protocol: PROTOCOL }))
 }
 
-/// Refuses a worker with another protocol version: it would ignore unknown parts of a plan.
+/// Refuses a worker with another protocol version, because it would ignore settings that it does not know.
 fn same_protocol(theirs: u32) -> Result<(), Problem> {
     let ours = env!("CARGO_PKG_VERSION");
     let (age, advice) = match theirs.cmp(&PROTOCOL) {
@@ -113,7 +114,7 @@ fn same_protocol(theirs: u32) -> Result<(), Problem> {
     Err(Problem::new(Code::ProtocolMismatch, detail))
 }
 
-/// State of the worker routes between calls. None of it needs to survive a restart.
+/// State that the worker routes keep in memory between calls. None of it needs to survive a restart of the server.
 #[derive(Debug, Default)]
 pub struct WorkerState {
     trouble: trouble::Trouble,
@@ -122,7 +123,7 @@ pub struct WorkerState {
     received: ReceivedBytes,
 }
 
-/// Number of upload bytes received so far, by job and attempt.
+/// Number of bytes that were uploaded for a checkpoint so far, by job and attempt.
 #[derive(Debug, Default)]
 struct ReceivedBytes(Mutex<HashMap<(JobId, u64), u64>>);
 
@@ -142,7 +143,7 @@ impl ReceivedBytes {
     }
 }
 
-/// Refused workers, so that each is logged once.
+/// Workers that were refused, so that each is logged only once.
 #[derive(Debug, Default)]
 pub struct RefusedWorkers(Mutex<BTreeSet<WorkerId>>);
 
@@ -193,7 +194,7 @@ async fn next_claim(state: &AppState, asked: &ClaimRequest) -> Result<Option<Cla
                 trouble::completed(state, job, attempt, errors).await;
                 return Ok(Some(claim));
             }
-            // The job failed or was lost in the meantime.
+            // While the claim was prepared, the job failed or its claim ended; the next job is tried.
             Ok(None) => {}
             Err(problem) => trouble::failed(state, job, attempt, &problem).await,
         }
@@ -215,7 +216,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
     let Claimed { job, attempt, plan, secrets, resume, checkpoint_soon, server_errors: _ } = claimed;
     let model = match state.store.model_get(&plan.model.id).await {
         Ok(model) => Some(model.source),
-        // A plan may name a directory instead of a registered model.
+        // A job may name a directory instead of a registered model.
         Err(StoreError::NotFound { .. }) => {
             Some(plan.model.id.clone()).filter(|id| std::path::Path::new(id).is_absolute())
         }
@@ -253,7 +254,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
     for id in plan.reward_models.keys() {
         match state.store.model_get(id).await {
             Ok(model) => drop(reward_models.insert(id.clone(), model.source)),
-            // The worker's error message names the reward.
+            // A deleted reward model is left out here: the worker reports it, with the name of the reward.
             Err(StoreError::NotFound { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -286,7 +287,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
     }))
 }
 
-/// Returns an opaque value for the job's owner, whom a worker need not know.
+/// Returns the scope of a worker's reward cache for this job: a hash of its owner, because workers need not know owners.
 async fn cache_scope(state: &AppState, job: JobId) -> Result<String, Problem> {
     let fresh = random_token().map_err(Problem::internal)?;
     let key = state.store.server_secret("cache_scope", &fresh).await?;
@@ -310,7 +311,8 @@ async fn send_dataset(
             Some(_) | None => return Err(Problem::not_found("dataset of this job", dataset)),
         },
     };
-    // A dataset without a readable hash gets its own tag; the worker compares the bytes.
+    // If the stored hash cannot be parsed, the ETag is a hash of its text. The worker checks the bytes against the expected
+    // hash anyway.
     let sha256 = sha256.parse().unwrap_or_else(|_| Sha256Digest::of(&sha256));
     send(state.files.dataset(dataset), "dataset.ndjson".to_owned(), sha256, &headers).await
 }
@@ -347,7 +349,8 @@ async fn send_initial_file(
     send(state.files.initial_file(job, &name)?, name, sha256, &headers).await
 }
 
-/// Sends a file from the disk, whole or from an offset: the worker compares its size and hash with the list.
+/// Sends a checkpoint file to a worker, whole or from an offset. The worker compares its size and hash with the
+/// list in the claim.
 async fn send(path: PathBuf, name: String, sha256: Sha256Digest, headers: &HeaderMap) -> Result<Response, Problem> {
     let unreadable = |error| Problem::internal(format!("cannot read {}: {error}", path.display()));
     let size_bytes = tokio::fs::metadata(&path).await.map_err(unreadable)?.len();
@@ -387,7 +390,7 @@ async fn send_journal(
     Ok(Json(state.store.journal_page(job, attempt, after, clock_ms()).await?))
 }
 
-/// The request is held open while there are no new entries.
+/// The request for new callback entries is held open while there are none.
 async fn send_callbacks(
     State(state): State<AppState>,
     pass: WorkerPass,
@@ -435,7 +438,8 @@ async fn upload_file(
     if !has_room(&state, job, announced).await? {
         return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this file"));
     }
-    // A checkpoint that was saved because the job was asked to stop must not be lost to a limit.
+    // The storage limit does not apply to a checkpoint that was saved because the job was asked to stop: its progress must not
+    // be lost.
     if state.store.job_get(job).await?.requested.is_none() {
         check_limit(&state, StorageKind::Checkpoints, announced).await?;
     }
@@ -491,7 +495,7 @@ async fn finish_job(
     state.store.job_finish(job, attempt, outcome, clock_ms()).await?;
     state.workers.received.forget(job, attempt);
     if let Err(problem) = blocking(&state, move |files| files.staged_remove(job, attempt)).await {
-        tracing::warn!(%job, ?problem, "unpublished uploads could not be removed");
+        tracing::warn!(%job, ?problem, "uploaded checkpoint files that were not published could not be removed");
     }
     Ok(StatusCode::NO_CONTENT)
 }

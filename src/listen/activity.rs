@@ -32,25 +32,25 @@ pub struct Connections {
     pub refused: AtomicU64,
 }
 
-/// The requests of one connection.
+/// The activity of one connection: its requests in flight.
 #[derive(Debug)]
 pub(super) struct Activity {
     state: Mutex<State>,
-    /// Number of connections with a request in flight whose latest request was not a worker's.
+    /// Counter, shared by all connections, of those with a request in flight whose latest request did not come from a worker.
     busy_others: Arc<AtomicUsize>,
-    /// Cancelled to close the connection.
+    /// Token that is cancelled to close the connection.
     cut: CancellationToken,
 }
 
 #[derive(Debug)]
 struct State {
-    /// Number of requests whose responses are not fully sent.
+    /// Number of requests in flight, whose responses are not fully sent.
     in_flight: usize,
-    /// Number of event streams among them.
+    /// Number of event streams among the requests in flight.
     streams: usize,
     /// Whether the connection ever sent a request.
     asked: bool,
-    /// Whether its latest request was a worker's.
+    /// Whether the connection's latest request came from a worker.
     is_worker: bool,
     /// When the connection became idle.
     idle_since: Instant,
@@ -64,7 +64,7 @@ impl State {
     }
 }
 
-/// A request in flight. Dropped when its response was sent.
+/// A request in flight. The value is dropped when the response was sent.
 #[derive(Debug)]
 pub(super) struct AtWork(Arc<Activity>);
 
@@ -113,7 +113,8 @@ impl Activity {
         AtWork(activity.clone())
     }
 
-    /// Returns the order in which connections are closed; None = this one must not be closed.
+    /// Returns the rank of this connection in the order in which connections are closed to make room; None = it
+    /// must not be closed.
     fn rank(&self) -> Option<(Rank, Instant)> {
         let state = self.lock();
         match (state.in_flight, state.is_worker) {
@@ -145,22 +146,22 @@ impl Activity {
     }
 }
 
-/// The state in which a connection may be closed, in the order of preference.
+/// Kinds of connections that may be closed to make room, in the order in which they are closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Rank {
-    /// Without a request in flight.
+    /// A connection without a request in flight.
     Idle,
-    /// Only event streams in flight: clients reconnect and resume them.
+    /// A connection with only event streams in flight, which clients reconnect and resume.
     Streams,
     /// A worker's connection without a request in flight.
     IdleWorker,
 }
 
-/// The registry of all connections.
+/// All open connections of a listener.
 #[derive(Debug)]
 pub(super) struct Registry {
     most: usize,
-    /// Maximum number of connections that may be busy with requests that are not a worker's.
+    /// Maximum number of connections with requests in flight that do not come from workers.
     most_busy_others: usize,
     busy_others: Arc<AtomicUsize>,
     counts: Arc<Connections>,
@@ -168,7 +169,7 @@ pub(super) struct Registry {
     next: AtomicU64,
 }
 
-/// A connection's slot, released when dropped.
+/// The slot of an open connection, released when the value is dropped.
 pub(super) struct Place {
     pub(super) connection: Connection,
     number: u64,
@@ -199,7 +200,7 @@ impl Registry {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a slot for a new connection; None when all are used by busy connections.
+    /// Returns a slot for a new connection; None when busy connections use all of them.
     pub(super) fn admit(self: &Arc<Self>) -> Option<Place> {
         if self.lock().len() >= self.most && !self.make_room() {
             self.counts.refused.fetch_add(1, Ordering::Relaxed);
@@ -220,12 +221,12 @@ impl Registry {
         open.values().filter(is_idle).for_each(|activity| activity.cut.cancel());
     }
 
-    /// Closes the connection that is first in order; false when all are busy.
+    /// Closes the connection that is first in the order of ranks; false when all are busy.
     pub(super) fn make_room(&self) -> bool {
         self.cut_first(|_| true)
     }
 
-    /// Closes the first connection with an accepted rank; false when there is none.
+    /// Closes the first connection whose rank the filter accepts; false when there is none.
     fn cut_first(&self, may_go: impl Fn(Rank) -> bool) -> bool {
         let open = self.lock();
         let uncut = open.values().filter(|activity| !activity.cut.is_cancelled());
@@ -238,14 +239,14 @@ impl Registry {
     }
 }
 
-/// A request's connection, as an extension of the request.
+/// Handle of the connection that a request came over, stored as an extension of the request.
 #[derive(Debug, Clone)]
 pub struct Connection {
     activity: Arc<Activity>,
     registry: Arc<Registry>,
 }
 
-/// Why a request is refused for now.
+/// Why a connection cannot carry a request for now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Crowded {
     /// All connections that are not reserved for workers are busy.
@@ -254,7 +255,7 @@ pub enum Crowded {
     Streams,
 }
 
-/// An event stream of a connection. Dropped when the stream ends.
+/// A counted event stream of a connection. The value is dropped when the stream ends.
 #[derive(Debug)]
 pub struct StreamPlace(Arc<Activity>);
 
@@ -269,21 +270,21 @@ impl Connection {
         self.activity.clone()
     }
 
-    /// Marks the connection as a worker's: it is the last to be closed.
+    /// Marks the connection as that of a worker, which is the last to be closed.
     pub fn mark_worker(&self) {
         self.activity.change(|state| state.is_worker = true);
     }
 
-    /// Admits a request that is not a worker's. When such requests use all connections that they may, the oldest event stream is
-    /// closed, but not for another stream.
+    /// Admits a request that does not come from a worker. When such requests use all connections that are not reserved for
+    /// workers, the connection of the oldest event stream is closed to make room, except for another stream.
     ///
     /// # Errors
-    /// When no connection can be closed.
+    /// Fails when no connection can be closed.
     pub fn admit(&self, asks_for_stream: bool) -> Result<(), Crowded> {
         let Self { activity, registry } = self;
-        // The request itself is not a stream yet, so its connection is not closed for it.
+        // The new request does not count as a stream yet, so its own connection cannot be the one that is closed.
         activity.change(|state| state.is_worker = false);
-        // This request is already counted.
+        // The number of busy connections already includes that of this request.
         if registry.busy_others.load(Ordering::Acquire) <= registry.most_busy_others {
             return Ok(());
         }
@@ -293,10 +294,10 @@ impl Connection {
         Err(Crowded::Connections)
     }
 
-    /// Counts a new event stream.
+    /// Counts a new event stream of the connection.
     ///
     /// # Errors
-    /// When the connection has too many.
+    /// Fails when the connection has too many event streams.
     pub fn open_stream(&self) -> Result<StreamPlace, Crowded> {
         self.activity.change(|state| {
             if state.streams >= STREAMS_OF_CONNECTION {
@@ -350,7 +351,7 @@ mod tests {
         place.connection.activity.cut.is_cancelled()
     }
 
-    /// Opens a connection with an event stream.
+    /// Opens a connection with an event stream, for tests.
     fn stream(registry: &Arc<Registry>) -> (Place, AtWork, StreamPlace) {
         let place = registry.admit().unwrap();
         let at_work = Activity::begin(&place.connection.activity());
@@ -424,7 +425,7 @@ mod tests {
         assert_eq!(place.connection.admit(true), Err(Crowded::Connections), "no stream makes room for a stream");
         assert_eq!(place.connection.admit(false), Ok(()), "one makes room for a request");
         assert_eq!(streams.iter().filter(|(place, ..)| is_cut(place)).count(), 1);
-        // Requests of workers are not counted with the others.
+        // Requests of workers do not count as busy connections of other clients.
         place.connection.mark_worker();
         let next = registry.admit().unwrap();
         let _of_next = Activity::begin(&next.connection.activity());

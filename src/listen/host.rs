@@ -15,11 +15,11 @@ pub struct Name {
     pub host: String,
 }
 
-/// Returns the names in a request. Ambiguous headers, which intermediaries may interpret differently, are an error. Only a request
-/// without a socket may have no name.
+/// Returns the server names in a request. Several or malformed `Host` headers, which intermediaries may interpret differently,
+/// are an error. Only a request that did not come over a socket, as in tests, may have no name.
 ///
 /// # Errors
-/// When HTTP requires another `Host` (RFC 9112, 3.2); the text says why. Answer 400.
+/// Fails when the request's `Host` violates HTTP (RFC 9112, 3.2). The caller answers 400 with the returned text.
 pub fn names_of(request: &Request) -> Result<Vec<Name>, &'static str> {
     let mut hosts = request.headers().get_all(header::HOST).iter();
     let (host, target) = (hosts.next(), request.uri().authority());
@@ -54,7 +54,7 @@ pub fn is_own(host: &str, listen: IpAddr, allowed_hosts: &[String]) -> bool {
         || allowed_hosts.iter().any(permitted)
 }
 
-/// The machine's own name, which an attacker's DNS cannot serve.
+/// The machine's own host name is accepted, because an attacker's DNS server does not answer for it.
 static MACHINE: LazyLock<Option<String>> = LazyLock::new(|| {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
     Some(name.trim().to_ascii_lowercase()).filter(|name| !name.is_empty() && !name.contains('.'))

@@ -1,4 +1,4 @@
-//! A stream that fails when the peer does not read for too long.
+//! A stream whose writes fail when the peer does not read for too long.
 
 use std::future::Future;
 use std::io;
@@ -22,7 +22,7 @@ impl<T> Stalling<T> {
         Self { stream, limit, patience: None }
     }
 
-    /// Returns the result of a write; a wait beyond the limit is an error.
+    /// Returns the result of polling a write, or an error if the write has been pending for longer than the limit.
     fn watched<R>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<R>>) -> Poll<io::Result<R>> {
         if written.is_ready() {
             self.patience = None;
@@ -67,7 +67,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Stalling<T> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        // A socket has nothing to flush, so this is not affected by a pending write.
+        // Flushing has no time limit, because a socket has nothing to flush.
         Pin::new(&mut self.stream).poll_flush(context)
     }
 

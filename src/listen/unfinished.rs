@@ -8,12 +8,12 @@ use std::sync::{Mutex, PoisonError};
 
 use tokio_util::sync::CancellationToken;
 
-/// The bodies that are arriving.
+/// The request bodies that are arriving.
 #[derive(Debug)]
 pub struct Unfinished {
     most: usize,
     most_of_address: usize,
-    /// The entries, oldest first.
+    /// The arriving bodies, oldest first.
     bodies: Mutex<Vec<Entry>>,
 }
 
@@ -24,7 +24,7 @@ struct Entry {
     displaced: CancellationToken,
 }
 
-/// The slot of one body; released when dropped.
+/// The slot of one arriving body; released when the value is dropped.
 #[derive(Debug)]
 pub struct Place<'a> {
     all: &'a Unfinished,
@@ -32,7 +32,7 @@ pub struct Place<'a> {
 }
 
 impl Unfinished {
-    /// Allows at most `most` bodies, and `most_of_address` per address.
+    /// Creates a limit of `most` arriving bodies in total, and `most_of_address` per address.
     pub const fn new(most: usize, most_of_address: usize) -> Self {
         Self { most, most_of_address, bodies: Mutex::new(Vec::new()) }
     }
@@ -41,7 +41,8 @@ impl Unfinished {
         self.bodies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a slot for a new body, which may displace another body. `address` identifies a client: None = not from a socket.
+    /// Returns a slot for a new body. At the limit, another body is displaced: its request fails. `address` identifies the
+    /// client; None = not from a socket.
     pub fn enter(&self, address: Option<IpAddr>) -> Place<'_> {
         let mut all = self.lock();
         if all.iter().filter(|entry| entry.address == address).count() >= self.most_of_address {
@@ -61,7 +62,8 @@ fn displace_oldest(all: &mut Vec<Entry>, address: Option<IpAddr>) {
     }
 }
 
-/// Displaces the oldest body of the address with the most; of several such addresses, the one whose oldest is oldest.
+/// Displaces the oldest body of the address with the most bodies. Among several such addresses, the one with the
+/// oldest body is chosen.
 fn displace_greediest(all: &mut Vec<Entry>) {
     let mut counts: HashMap<Option<IpAddr>, usize> = HashMap::new();
     all.iter().for_each(|entry| *counts.entry(entry.address).or_default() += 1);
@@ -72,12 +74,12 @@ fn displace_greediest(all: &mut Vec<Entry>) {
 }
 
 impl Place<'_> {
-    /// Returns when a newer body displaced this one.
+    /// Returns when a newer body has displaced this one, and its request must fail.
     pub async fn lost(&self) {
         self.displaced.cancelled().await;
     }
 
-    /// Displaces a body of the address with the most, so that its memory is freed.
+    /// Displaces the oldest body of the address with the most bodies, so that its memory is freed.
     pub fn make_room(&self) {
         displace_greediest(&mut self.all.lock());
     }
@@ -86,7 +88,7 @@ impl Place<'_> {
 impl Drop for Place<'_> {
     fn drop(&mut self) {
         if !self.displaced.is_cancelled() {
-            // Marks the slot's own entry, so that it can be found.
+            // Cancelling its own token marks the slot's entry, so that the next line removes it.
             self.displaced.cancel();
             self.all.lock().retain(|entry| !entry.displaced.is_cancelled());
         }
@@ -117,7 +119,7 @@ mod tests {
         places.push(all.enter(address(1)));
         assert_eq!(places.iter().map(is_lost).filter(|lost| *lost).count(), 1);
         assert!(is_lost(&places[0]) && !is_lost(&other));
-        // A finished body frees its slot without displacing others.
+        // When a body is complete, its slot is free again and the next body displaces none.
         places.remove(1);
         places.push(all.enter(address(1)));
         assert_eq!(places.iter().filter(|place| is_lost(place)).count(), 1);

@@ -1,4 +1,4 @@
-//! Parses requests in both formats and computes their answers.
+//! Parses score requests in both formats (reward contract v1 and OpenRLHF) and computes their answers.
 
 use axum::http::StatusCode;
 use serde::Deserialize;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::causes::with_causes;
 use crate::reward_model::{Conversation, Scorer};
 
-/// Why a request is refused.
+/// Why a score request is refused.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) status: StatusCode,
@@ -30,7 +30,7 @@ pub(super) enum Asked {
     OpenRlhf(Vec<Sample>),
 }
 
-/// A sample of the contract; its other fields are ignored.
+/// A sample of a reward contract request; its other fields are ignored.
 #[derive(Debug, Deserialize)]
 pub(super) struct Sample {
     sample_id: String,
@@ -61,7 +61,7 @@ enum Texts {
     Several(Vec<String>),
 }
 
-/// Parses a request; None = a ping without samples.
+/// Parses a score request; None = the request is a ping, without samples.
 pub(super) fn read(body: &Value, max_samples: usize) -> Result<Option<Asked>, Refusal> {
     let asked = match body.get("type").map(|kind| (kind, kind.as_str())) {
         Some((_, Some("reward.ping"))) => return Ok(None),
@@ -125,7 +125,8 @@ fn read_openrlhf(body: &Value) -> Result<Asked, Refusal> {
     }
     let mut prompts = prompts.into_iter();
     let samples = queries.into_iter().enumerate().map(|(index, query)| {
-        // A query begins with its prompt; otherwise it is scored as one text.
+        // A query in OpenRLHF's format is prompt + completion. If it does not begin with the given prompt, the whole query is
+        // scored as one text.
         let prompt = prompts.next().flatten().filter(|prompt| query.starts_with(prompt)).unwrap_or_default();
         let completion = query[prompt.len()..].to_owned();
         Sample { sample_id: format!("query {index}"), messages: None, prompt: Some(prompt), completion }
@@ -133,7 +134,7 @@ fn read_openrlhf(body: &Value) -> Result<Asked, Refusal> {
     Ok(Asked::OpenRlhf(samples.collect()))
 }
 
-/// The answer to `reward.ping`.
+/// Returns the answer to `reward.ping`: the capabilities of this server.
 pub(super) fn pong(max_samples: usize) -> Value {
     json!({"max_batch_samples": max_samples, "modes": ["sync"]})
 }

@@ -17,27 +17,28 @@ use crate::listen::host::{self, Name};
 use crate::listen::unfinished::{Place, Unfinished};
 use crate::reward::signature::{self, Key};
 
-/// Maximum size of a body, in bytes. A client splits a larger request.
+/// Maximum size of a request body, in bytes. A client splits a larger request.
 const BODY_LIMIT_BYTES: u64 = 64 << 20;
 /// Memory limit for all bodies together, while they arrive and while they wait for the model, in KiB.
 const BUFFER_KIB: usize = 256 * 1024;
-/// Maximum number of bodies that are arriving, in total and per address.
+/// Maximum number of request bodies that are arriving, in total and per address.
 const MAX_ARRIVING: usize = 512;
 const MAX_ARRIVING_PER_ADDRESS: usize = 256;
-/// Maximum pause between two pieces of a body.
+/// Maximum pause between two chunks of a request body.
 const MAX_PAUSE: Duration = Duration::from_secs(10);
-/// Time limit for a body: this long, plus one second per 16 KiB, up to two minutes.
+/// Time limit for a request body to arrive: this duration plus one second per 16 KiB, up to two minutes.
 const GRACE: Duration = Duration::from_secs(5);
 const MIN_BYTES_PER_S: u64 = 16 * 1024;
 const MAX_DURATION: Duration = Duration::from_secs(120);
-/// How long a body waits for the memory of a displaced one, and the maximum number of displaced bodies.
+/// When memory is short: how long a request body waits for the memory of another body that it displaced, and how many
+/// bodies it may displace.
 const MEMORY_WAIT: Duration = Duration::from_millis(100);
 const MAX_DISPLACED: usize = 8;
 /// Requests with at most this announced length, in bytes, are read even if all slots for the model are taken, so
 /// that pings are answered.
 const SMALL_BYTES: u64 = 4096;
 
-/// The rules for requests.
+/// The rules that requests to the reward server must satisfy.
 #[derive(Debug)]
 pub(super) struct Edge {
     /// Address that the server listens on.
@@ -50,7 +51,7 @@ pub(super) struct Edge {
     buffer_kib: Arc<Semaphore>,
 }
 
-/// A complete body. Its memory is counted until it is dropped.
+/// A complete request body. Its memory counts against the limit until the value is dropped.
 #[derive(Debug)]
 pub(super) struct ReceivedBody {
     pub(super) bytes: Vec<u8>,
@@ -89,8 +90,8 @@ impl Edge {
         Ok(())
     }
 
-    /// Whether the name belongs to this server. A literal address cannot be rebound; on loopback, only
-    /// loopback addresses lead here.
+    /// Whether the name in a request belongs to this server. DNS rebinding needs a host name, so literal IP addresses are safe.
+    /// A server on loopback is reached only by loopback addresses.
     fn is_own(&self, name: &str) -> bool {
         host::is_own(name, self.listen, &self.allowed_hosts)
             || (!self.listen.is_loopback() && name.parse::<IpAddr>().is_ok())
@@ -107,7 +108,7 @@ impl Edge {
         let is_json = match kind.as_deref() {
             Some("application/json") => true,
             Some(kind) => kind.starts_with("application/") && kind.ends_with("+json"),
-            // A web page that omits the content type cannot sign.
+            // A signed request may omit the content type: a hostile web page cannot sign its requests.
             None => self.key.is_some(),
         };
         if !is_json {
@@ -206,7 +207,7 @@ fn too_large() -> Refusal {
     Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", detail)
 }
 
-/// A 429 refusal: the client retries later.
+/// Creates a 429 response, after which the client retries later.
 pub(super) fn busy(detail: impl Into<String>) -> Refusal {
     Refusal::new(StatusCode::TOO_MANY_REQUESTS, "busy", detail)
 }
@@ -302,7 +303,7 @@ mod tests {
         }
     }
 
-    /// Returns a body that sends this many pieces, one per second, and then stalls.
+    /// Returns a request body that sends this many chunks, one per second, and then stalls.
     fn slow(peer: &str, piece: &Bytes, pieces: usize) -> Request {
         let piece = piece.clone();
         let pieces = futures::stream::unfold(0, move |sent| {

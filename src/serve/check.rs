@@ -21,12 +21,12 @@ type Finding = (&'static str, Result<String, String>);
 /// a server would start.
 ///
 /// # Errors
-/// None: problems are printed.
+/// Never fails: `rlood check` prints the problems that it finds.
 pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
     let database = open_database(&config.data_dir).await;
     let keys = count_keys(&database).await;
     let keys_are_on = matches!(keys, Ok(Some(_)));
-    // Reported below with the GPUs.
+    // Ignored here, because the check of the GPUs below reports GPUs that cannot be used.
     let _ = super::without_gpus(&mut config);
     let findings: Vec<Finding> = vec![
         ("rlood", Ok(env!("CARGO_PKG_VERSION").to_owned())),
@@ -81,14 +81,15 @@ fn check_data(dir: &Path) -> Result<String, String> {
     }
 }
 
-/// Warns if other users can read prompts, completions and weights in the directory. The database has restricted permissions itself.
+/// Warns if other users of the machine can read the data directory: prompts, completions, weights. The database file has
+/// restricted permissions of its own.
 fn readable_by_others(dir: &Path) -> Option<String> {
     let mode = std::fs::metadata(dir).ok()?.permissions().mode();
     (mode & 0o077 != 0)
         .then(|| format!("other users can read {0}: restrict access with 'chmod 700 {0}'", dir.display()))
 }
 
-/// Checks that free space is above the reserve.
+/// Checks that free disk space is above `--disk-reserve`.
 fn check_disk(config: &ServeConfig) -> Result<String, String> {
     let dir = machine::nearest(&config.data_dir);
     let free = free_bytes(&dir).map_err(|error| with_cause(&error))?;
@@ -99,7 +100,7 @@ fn check_disk(config: &ServeConfig) -> Result<String, String> {
     Ok(format!("{free_mib} MiB free; jobs pause below {} MiB", reserve >> 20))
 }
 
-/// Opens the database without upgrading it. None if there is none.
+/// Opens the database without upgrading its schema. Returns None if the data directory has no database.
 async fn open_database(dir: &Path) -> Result<Option<Store>, String> {
     let path = dir.join("rlood.db");
     match path.try_exists() {
@@ -128,7 +129,7 @@ async fn count_keys(database: &Result<Option<Store>, String>) -> Result<Option<u
         return Ok(None);
     };
     let count = async {
-        // A database of an older rlood has no such table.
+        // The database of an older rlood has no table of API keys.
         if !store.has_table("api_keys").await? || !store.api_keys_exist().await? {
             return Ok(None);
         }
@@ -181,17 +182,17 @@ fn check_gpus(config: &ServeConfig) -> Result<String, String> {
     if asked.peek().is_some() {
         let gpus = asked.map(gpu::try_open).collect::<Result<Vec<String>, String>>()?.join("; ");
         return Ok(match config.gpu_memory_limit_bytes {
-            Some(bytes) => format!("{gpus}; a worker may use {} MiB of its one (--gpu-memory)", bytes >> 20),
+            Some(bytes) => format!("{gpus}; each worker may use {} MiB of its GPU (--gpu-memory)", bytes >> 20),
             None => gpus,
         });
     }
     match gpu::list() {
-        Ok(gpus) if gpus.is_empty() => Ok("none used; the driver lists none".to_owned()),
+        Ok(gpus) if gpus.is_empty() => Ok("no GPU used; the driver lists none".to_owned()),
         Ok(gpus) => {
             let names: Vec<String> = gpus.iter().map(ToString::to_string).collect();
-            Ok(format!("none used; available: {}", names.join("; ")))
+            Ok(format!("no GPU used; available: {}", names.join("; ")))
         }
-        Err(why) => Ok(format!("none used; {why}")),
+        Err(why) => Ok(format!("no GPU used; {why}")),
     }
 }
 

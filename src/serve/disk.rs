@@ -12,19 +12,20 @@ use crate::store::{Store, StoreError};
 
 /// Initial delay before a job that ran out of space again is resumed, in ms; it doubles each time.
 const RESUME_DELAY_MS: i64 = 60_000;
-/// Maximum delay, in ms.
+/// Maximum delay before such a job is resumed, in ms.
 const MAX_RESUME_DELAY_MS: i64 = 60 * 60_000;
 
 /// Checks the disk once per second.
 pub struct DiskWatch {
     reserve_bytes: u64,
     low: Arc<AtomicBool>,
-    /// When and how often each job was resumed: a job that needs more space than is free must not restart every second.
+    /// When and how often each paused job was resumed: a job that needs more space than is free must not restart every second.
     resumed: HashMap<JobId, (i64, u32)>,
 }
 
 impl DiskWatch {
-    /// Creates a watch that keeps this many bytes free. 0 = only resume jobs that met a full disk.
+    /// Creates a watch that keeps this many bytes free. With 0 it pauses no job, and only resumes jobs that paused because
+    /// the disk was full.
     pub fn new(reserve_bytes: u64) -> Self {
         Self { reserve_bytes, low: Arc::default(), resumed: HashMap::new() }
     }
@@ -45,13 +46,13 @@ impl DiskWatch {
     /// Pauses or resumes jobs for a given number of free bytes.
     ///
     /// # Errors
-    /// When the database does not answer.
+    /// Fails when the database does not answer.
     pub async fn apply(&mut self, store: &Store, free: u64, now: i64) -> Result<(), StoreError> {
         let enough = self.reserve_bytes.saturating_add(self.reserve_bytes / 2);
-        // Hysteresis: once low, the disk counts as low until clearly more is free. Otherwise jobs would
-        // pause and resume repeatedly.
+        // Hysteresis: once free space was below the reserve, the disk counts as low until 1.5 times the reserve is free.
+        // Otherwise jobs would pause and resume repeatedly.
         if free < self.reserve_bytes || (free < enough && self.low.load(Ordering::Relaxed)) {
-            // Set before the pauses, so that no queued job is handed out in the meantime.
+            // The flag is set before jobs are paused, so that no queued job is handed to a worker in the meantime.
             if !self.low.swap(true, Ordering::Relaxed) {
                 let reserve = self.reserve_bytes;
                 tracing::warn!(free, reserve, "the disk is nearly full: jobs pause until space is free");

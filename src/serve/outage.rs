@@ -26,7 +26,7 @@ const PING_TIMEOUT_MS: u64 = 10_000;
 /// Maximum number of services that are pinged concurrently.
 const MAX_CONCURRENT_PINGS: usize = 8;
 
-/// Identity of a service: two rewards with equal values share one ping.
+/// Identity of a reward service: two rewards with equal values share one ping.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Address {
     /// Type of the reward, which determines how the service is contacted.
@@ -35,18 +35,18 @@ struct Address {
     secrets: Vec<String>,
 }
 
-/// A service that at least one job waits for.
+/// A reward service that at least one paused job waits for.
 struct Service {
     reward: RewardPlan,
     secrets: RewardSecrets,
-    /// Time of the next ping, and the interval after it.
+    /// Time of the next ping, and the interval to the ping after it.
     at: Instant,
     then: Duration,
     /// Whether the service answered the last ping.
     is_back: bool,
 }
 
-/// A job that waits for its services.
+/// A paused job that waits for its reward services.
 struct Waiting {
     /// Sequence number of the job's latest event: the secrets may have changed since.
     last_seq: i64,
@@ -56,7 +56,7 @@ struct Waiting {
 /// HTTP clients for contacting services.
 pub(super) struct Clients {
     pub(super) without_keys: RewardClient,
-    /// Client to use once the database contains keys.
+    /// HTTP client with the stricter address rules that apply once the database contains API keys.
     pub(super) with_keys: RewardClient,
 }
 
@@ -90,12 +90,13 @@ impl Watch {
         for (job, last_seq) in new {
             match services(&self.store, job).await {
                 Ok(services) => self.wait_for(job, last_seq, services),
-                // The next claim of the job reports the error, and the job fails.
+                // If the job's stored settings cannot be read, the job is resumed: its next attempt reports the error, and
+                // the job fails.
                 Err(error @ StoreError::Corrupt { .. }) => {
                     unasked(job, &error);
                     self.wait_for(job, last_seq, Vec::new());
                 }
-                // The job was deleted meanwhile, or the database failed: the next check decides.
+                // The job was deleted meanwhile, or the database failed; the next check tries again.
                 Err(error) => unasked(job, &error),
             }
         }
@@ -107,7 +108,7 @@ impl Watch {
         for job in back {
             self.jobs.remove(&job);
             match self.store.job_resume_after_outage(job, clock_ms()).await {
-                Ok(true) => tracing::info!(%job, "its reward service is back; it is queued again"),
+                Ok(true) => tracing::info!(%job, "the reward service of a paused job answers again; the job is queued"),
                 Ok(false) => {}
                 Err(error) => unasked(job, &error),
             }
@@ -115,7 +116,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Registers a waiting job. Its services failed a moment ago, whatever they answered for other jobs before.
+    /// Registers a job that waits for reward services. Its services count as unavailable, whatever they answered
+    /// for other jobs before.
     fn wait_for(&mut self, job: JobId, last_seq: i64, services: Vec<(Address, RewardPlan, RewardSecrets)>) {
         let first = self.pace.of(FIRST_PING_DELAY);
         let at = Instant::now() + first;
@@ -130,7 +132,7 @@ impl Watch {
         self.jobs.insert(job, Waiting { last_seq, services: addresses });
     }
 
-    /// Pings the services that are due.
+    /// Pings the reward services whose next ping is due.
     async fn ask(&mut self) -> Result<(), StoreError> {
         let now = Instant::now();
         if self.services.values().all(|service| service.at > now) {
@@ -165,7 +167,7 @@ fn unasked(job: JobId, error: &StoreError) {
     tracing::warn!(%job, error = with_causes(error), "could not ping the reward services of a job");
 }
 
-/// Returns the services whose outage can pause the job.
+/// Returns the reward services whose outage can pause the job.
 async fn services(store: &Store, job: JobId) -> Result<Vec<(Address, RewardPlan, RewardSecrets)>, StoreError> {
     let plan = store.job_get(job).await?.plan()?;
     let mut secrets = store.job_secrets(job).await?;

@@ -10,12 +10,12 @@ use crate::store::retention::Leftover;
 use crate::store::storage::StorageError;
 use crate::store::{Store, StoreError, clock_ms};
 
-/// Interval between two rounds.
+/// Interval between two rounds of removing data.
 const ROUND_INTERVAL: Duration = Duration::from_secs(600);
-/// Pause between two steps of a round, so that other transactions can run.
+/// Pause between two steps of a round, so that other database transactions can run.
 const STEP_PAUSE: Duration = Duration::from_millis(50);
 
-/// Runs rounds until it is dropped.
+/// Removes outdated data at regular intervals until the future is dropped.
 pub(super) async fn run_retention(store: Store, files: DataDir, retention: Retention) {
     loop {
         if let Err(error) = round(&store, &files, retention, clock_ms()).await {
@@ -28,7 +28,7 @@ pub(super) async fn run_retention(store: Store, files: DataDir, retention: Reten
 /// Removes everything whose retention time is over at `now` (Unix ms).
 ///
 /// # Errors
-/// When the database does not answer.
+/// Fails when the database does not answer.
 pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i64) -> Result<(), StoreError> {
     let Retention {
         events_ms,
@@ -42,7 +42,7 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
         audit_ms,
         deliveries_ms,
     } = retention;
-    // A journal is useless without the checkpoint that precedes it.
+    // A job's journal is removed with its checkpoints, because it is useless without the checkpoint that precedes it.
     let journals_ms = [journals_ms, checkpoints_ms].into_iter().flatten().min();
     for (what, keep_ms) in [
         (Leftover::Events, events_ms),
@@ -75,7 +75,7 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
         }
     }
     if datasets_ms.is_some() || models_ms.is_some() {
-        // Files without rows are removed by `rlood gc`.
+        // An error is only logged: `rlood gc` removes files without a database row.
         let rules = GcRules { now, is_served: true, datasets_ms, models_ms, checkpoints_ms: None };
         if let Err(error) = remove_unused(store, files, rules).await {
             tracing::error!(error = chain(&error), "could not remove all unused datasets or models");

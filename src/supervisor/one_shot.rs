@@ -26,10 +26,10 @@ use crate::verdict::{JudgeReport, JudgeTask, VerdictRow};
 const MAX_REPORT_BYTES: u64 = 16 * 1024 * 1024;
 /// Maximum number of concurrent children of one kind: each holds its own model in memory, in addition to those of the workers.
 const MAX_CHILDREN: usize = 1;
-/// Extra time after the limit for a child to write its report.
+/// Extra time after the limit in which a child process may write its report.
 const PREFLIGHT_GRACE: Duration = Duration::from_secs(15);
 const GENERATE_GRACE: Duration = Duration::from_secs(5);
-/// Time limit for children that report progress: a user can cancel them.
+/// Time limit for child processes that report progress; it is long, because users can cancel them.
 const LONG_WORK: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Runs child processes of one kind. Cheap to clone.
@@ -56,10 +56,10 @@ impl<Task: ?Sized, Report> Clone for OneShot<Task, Report> {
 }
 
 impl Preflights {
-    /// Runs on the first of the workers' devices, with the threads of one worker.
+    /// Creates a runner for preflights, on the first of the workers' devices with the threads of one worker.
     pub fn new(children: &Children) -> Self {
         let device = children.devices.first().copied().unwrap_or(Device::Cpu);
-        // A preflight that is running when the server stops may complete, like a request.
+        // This token is never cancelled: a preflight that runs when the server stops may complete, like a request.
         let stop = CancellationToken::new();
         Self::of(Arc::new(Kind::new(children, "probe", device, PREFLIGHT_GRACE, stop)))
     }
@@ -73,7 +73,8 @@ impl Generations {
 }
 
 impl Verdicts {
-    /// Runs on the first of the workers' devices, with the threads of one worker; `stop` kills the children.
+    /// Creates a runner for comparisons, on the first of the workers' devices with the threads of one worker;
+    /// `stop` kills its processes.
     pub fn new(children: &Children, stop: CancellationToken) -> Self {
         let device = children.devices.first().copied().unwrap_or(Device::Cpu);
         Self::of(Arc::new(Kind::new(children, "judge", device, Duration::ZERO, stop)))
@@ -97,7 +98,7 @@ impl<Task: Serialize + ?Sized, Report: DeserializeOwned> OneShot<Task, Report> {
     /// Runs one child to its end within `limit`. Dropping the future kills the child.
     ///
     /// # Errors
-    /// When the child writes no report.
+    /// Fails when the child writes no report.
     pub async fn run(&self, task: &Task, limit: Duration) -> Result<Report, OneShotError> {
         let line = serde_json::to_vec(task).map_err(|error| OneShotError::Failed(error.to_string()))?;
         let ended = self.kind.run(line, limit).await?;
@@ -114,7 +115,7 @@ where
     /// Runs one child to its end and forwards its progress lines. Dropping the future kills the child.
     ///
     /// # Errors
-    /// When the child writes no report.
+    /// Fails when the child writes no report.
     pub async fn follow(
         &self,
         task: &Task,
@@ -128,7 +129,7 @@ where
             while let Some(line) = received.recv().await {
                 match serde_json::from_slice(&line) {
                     Ok(ChildLine::Report(last)) => report = Some(last),
-                    // The send fails only when the receiver no longer needs the lines.
+                    // Sending a line fails only when the receiver no longer needs the lines.
                     Ok(line) => drop(tell.send(line).await),
                     Err(error) => tracing::warn!(role, %error, "a child process wrote an invalid line"),
                 }
@@ -137,14 +138,14 @@ where
         };
         let (ended, report) = tokio::join!(self.kind.run_lines(line, LONG_WORK, lines), pass_on);
         let ended = ended?;
-        report.ok_or_else(|| ended.without_report(role, &"there is no report"))
+        report.ok_or_else(|| ended.without_report(role, &"the child process wrote no report"))
     }
 }
 
-/// Settings that children of one kind share.
+/// Settings that child processes of one kind share.
 struct Kind {
     children: Children,
-    /// The subcommand of the child.
+    /// The `rlood` subcommand that the child process runs.
     role: &'static str,
     device: Device,
     grace: Duration,
@@ -152,7 +153,7 @@ struct Kind {
     stop: CancellationToken,
 }
 
-/// A child that exited by itself.
+/// A child process that exited by itself.
 struct Ended {
     report: Vec<u8>,
     status: ExitStatus,
@@ -169,7 +170,7 @@ impl Kind {
         self.run_with(line, limit, None).await
     }
 
-    /// Like [`Kind::run`], but each line of the child is forwarded immediately, and none is kept.
+    /// Like [`Kind::run`], but forwards each line of the child's standard output immediately and keeps none.
     async fn run_lines(
         &self,
         line: Vec<u8>,
@@ -225,7 +226,7 @@ fn failed(error: std::io::Error) -> OneShotError {
 
 async fn attend(mut child: Child, line: &[u8], lines: Option<mpsc::Sender<Vec<u8>>>) -> Result<Ended, OneShotError> {
     let (Some(mut stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
-        return Err(OneShotError::Failed("the child process has no pipes".to_owned()));
+        return Err(OneShotError::Failed("the child process has no standard input or output".to_owned()));
     };
     let tail = Tail::default();
     let reading = child.stderr.take().map(|stderr| tokio::spawn(pass_on(stderr, tail.clone())));
@@ -254,7 +255,7 @@ async fn attend(mut child: Child, line: &[u8], lines: Option<mpsc::Sender<Vec<u8
 }
 
 impl Ended {
-    /// The error for output that is not a report.
+    /// Creates the error for output of a child process that is not a report.
     fn without_report(&self, role: &str, error: &dyn std::fmt::Display) -> OneShotError {
         let Self { report: _, status, written, tail } = self;
         tracing::warn!(role, %status, %error, ?written, tail = tail.text(), "a child process ended without a report");
@@ -272,7 +273,7 @@ mod tests {
     use super::*;
     use crate::config::{Isa, LogFormat};
 
-    /// Creates children that run a script; the task is a text and the report a number.
+    /// Creates a kind of child process that runs a shell script, for tests; the task is a text and the report a number.
     fn children(dir: &std::path::Path, script: &str, grace: Duration, stop: &CancellationToken) -> OneShot<str, u64> {
         let program = dir.join("child.sh");
         std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();

@@ -62,7 +62,7 @@ const openMore = {
   async playground(page) {
     // The browser does not submit an empty prompt: wait for the dataset's first one.
     await page.waitForFunction(() => document.querySelector("textarea")?.value);
-    await page.getByRole("button", { name: "Generate with both" }).click();
+    await page.getByRole("button", { name: "Generate with both models" }).click();
     await page.getByRole("heading", { name: "Completions", exact: true }).waitFor({ timeout: 60_000 });
   },
   async rewards(page) {

@@ -59,7 +59,7 @@ test("the address keeps the checkpoint, and errors appear at their fields", { ti
     await page.reload();
     await ready(page);
     assert.equal(await page.getByLabel("Checkpoint").inputValue(), String(steps.at(-1)));
-    const generate = page.getByRole("button", { name: "Generate with both" });
+    const generate = page.getByRole("button", { name: "Generate with both models" });
     const expectError = async (label, value, detail) => {
       const field = page.getByLabel(label, { exact: true });
       await field.fill(value);
@@ -91,12 +91,12 @@ test("a refused request shows its error, and a running one can be stopped", { ti
       isFirst = false;
       await route.fulfill({ status: 429, contentType: "application/problem+json", headers: { "retry-after": "5" }, body: JSON.stringify({ title: "Too many requests", detail: "another generate request is running; try again when it has finished", code: "too_many_requests", status: 429, errors: [] }) });
     });
-    await page.getByRole("button", { name: "Generate with both" }).click();
+    await page.getByRole("button", { name: "Generate with both models" }).click();
     await page.getByText("another generate request is running").waitFor();
-    await page.getByRole("button", { name: "Generate with both" }).click();
+    await page.getByRole("button", { name: "Generate with both models" }).click();
     await page.getByRole("button", { name: "Generating…" }).waitFor();
     await page.getByRole("button", { name: "Stop" }).click();
-    await page.getByRole("button", { name: "Generate with both" }).waitFor();
+    await page.getByRole("button", { name: "Generate with both models" }).waitFor();
     assert.equal(await page.locator(".problem").count(), 0);
   }));
 
@@ -109,7 +109,7 @@ test("completions are shown as text, never as markup", { timeout: 120_000 }, () 
     const answer = { job_id: job.id, model: CORPUS[0], checkpoint_id: "ckpt_x", step: 6, weights: "adapter", sampling: job.plan.sampling, seed: 1, prompt: { text: CORPUS.join("\n"), num_tokens: 9 }, base: CORPUS.map(one), trained: CORPUS.map((_, index) => one(CORPUS[(index + 1) % CORPUS.length])), seconds: 1 };
     await page.route("**/generate", (route) => route.fulfill({ status: 200, contentType: "application/json", body: JSON.stringify(answer) }));
     await ready(page);
-    await page.getByRole("button", { name: "Generate with both" }).click();
+    await page.getByRole("button", { name: "Generate with both models" }).click();
     await page.getByRole("heading", { name: "Completions", exact: true }).waitFor();
     const texts = await page.locator(".beside article:nth-child(odd) .text").evaluateAll((all) => all.map((element) => element.textContent));
     assert.deepEqual(CORPUS.filter((text) => text.length < 1200 && text !== "" && !texts.includes(text)), []);

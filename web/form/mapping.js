@@ -93,7 +93,7 @@ export function Mapping({ file, hub, model, onDone }) {
   const isUsable = preview && !preview.errors.length && preview.rows.length > 0 && !problem;
   return html`<section class="panel stack mapping" aria-label="Column mapping">
     <h3>${file?.name ?? hub.hub}</h3>
-    ${preview?.suggested_map && html`<p class="notice">${preview.suggested_map.prompt ? "No column is named “prompt”, but the columns match a known format." : "The answer is inside another column, where rewards cannot read it."} <button type="button" onClick=${() => setFields({ ...fields, ...fieldsFromMap(preview.suggested_map) })}>Use suggested mapping</button></p>`}
+    ${preview?.suggested_map && html`<p class="notice">${preview.suggested_map.prompt ? "No column is named “prompt”, but the columns match a known format." : "The answer is part of another column’s text, where rewards cannot read it."} <button type="button" onClick=${() => setFields({ ...fields, ...fieldsFromMap(preview.suggested_map) })}>Use suggested mapping</button></p>`}
     <div class="fields">
       ${columns.length > 0 && !isTemplate
         ? html`<${Input} label="Prompt column" options=${[["", columns.some(([name]) => name === "prompt") ? "prompt" : "Choose a column"], ...columns.filter(([name]) => name !== "prompt"), ...(fields.prompt && !columns.some(([name]) => name === fields.prompt) ? [[fields.prompt, fields.prompt]] : [])]} value=${fields.prompt} set=${set("prompt")} />`

@@ -35,7 +35,7 @@ export function Register({ onDone }) {
   const register = async () => onDone(await post("/models", { id: id.trim(), source: source.trim() }));
   return html`<div class="stack"><div class="fields">
       <${Input} label="Hugging Face model" hint="For example Qwen/Qwen3-0.6B or org/name@revision" errors=${errorsAt("/hub")} value=${hub} set=${setHub} />
-      <${Input} label="Hugging Face token" optional type="password" autocomplete="off" hint="For gated and private models. Not stored." value=${token} set=${setToken} />
+      <${Input} label="Hugging Face token" optional type="password" autocomplete="off" hint="For gated and private models. The server does not store the token." value=${token} set=${setToken} />
       <div class="field"><button type="button" disabled=${busy || !hub.trim()} onClick=${() => run(download)}>${busy ? "Checking…" : "Download"}</button></div>
     </div>
     <div class="fields">

@@ -36,7 +36,7 @@ export function Actions({ run, job }) {
   const resumes = job.state === "failed" && job.failure?.class !== "user";
   return html`<div class="actions">
     ${ACTIONS_BY_STATE[job.state].map((action) => html`<button key=${action} disabled=${busy || job.requested === action} title=${action === "retry" && resumes ? "Resumes from the latest checkpoint" : null} onClick=${() => onPress(action)}>${LABELS[action]}</button>`)}
-    ${resumes && html`<button disabled=${busy} title="Retries from step 0, without the checkpoint" onClick=${() => runAction(() => request("retry", { from: "start" }))}>Start over</button>`}
+    ${resumes && html`<button disabled=${busy} title="Retries from step 0, without using the checkpoint" onClick=${() => runAction(() => request("retry", { from: "start" }))}>Start over</button>`}
     <button onClick=${() => onPress("fork")}>Fork…</button>
     <a class="button" href=${hrefOf("/new", { from: job.id })}>Clone</a>
     ${error && html`<${ProblemBox} error=${error} />`}

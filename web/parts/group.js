@@ -93,7 +93,7 @@ function Difference({ picked, samples, onClose }) {
   const pieces = diff(first.completion, second.completion);
   const [removed, added] = countChangedWords(pieces);
   const name = (sample) => `Completion ${samples.indexOf(sample) + 1}`;
-  return html`<section class="difference" aria-label="Difference between two completions">
+  return html`<section class="difference" aria-label="Text difference between two completions">
     <div class="row between wrap">
       <h3>${name(first)} → ${name(second)} <span class="dim small">${first.completion === second.completion ? "identical" : `${plural(removed, "word")} removed, ${plural(added, "word")} added`} · reward ${signed(second.reward === null || first.reward === null ? null : second.reward - first.reward)}</span></h3>
       <button class="mini" onClick=${onClose}>Close</button>

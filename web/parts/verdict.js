@@ -21,8 +21,8 @@ const TITLES = {
   better: ["Better than the base model", "good"],
   no_difference: ["No clear difference from the base model", ""],
   worse: ["Worse than the base model", "bad"],
-  guard_fell: ["Worse on the guard rows", "bad"],
-  too_few_rows: ["Too few rows for a conclusion", ""],
+  guard_fell: ["Worse on the guard dataset, where the reward must not fall", "bad"],
+  too_few_rows: ["Too few rows to compare with the base model", ""],
 };
 const ROW_SOURCES = { test_fraction: "held out for the verdict", test_dataset: "from the test dataset", eval: "from the evaluation" };
 const isOver = ({ state }) => !["queued", "running"].includes(state);
@@ -95,7 +95,7 @@ function Result({ verdict }) {
     ["Trained model", number(trained.mean), html`<a href=${hrefOf(`/jobs/${job_id}/checkpoints`)}>step ${step}</a>`],
     ["Difference", signed(difference), intervalText],
     ["Rows", String(rows), ROW_SOURCES[result.rows_from]],
-    ["Won, lost, tied", `${won}, ${lost}, ${tied}`, missing_rows > 0 && `${missing_rows} without a reward`],
+    ["Rows won, lost, tied", `${won}, ${lost}, ${tied}`, missing_rows > 0 && `${missing_rows} without a reward`],
     ["Sampling", sampling.temperature === 0 ? "greedy" : `${plural(sampling.num_generations, "completion")} per row`, method === "exact" ? `exact test, p = ${number(p_value, 2)}` : sampling.temperature > 0 && `temperature ${number(sampling.temperature)}`],
   ];
   return html`<h2 class=${cls(tone)} data-verdict=${result.verdict}>${title}</h2>
@@ -103,8 +103,8 @@ function Result({ verdict }) {
     ${note && html`<p class="warn">${note[0].toUpperCase() + note.slice(1)}.</p>`}
     <${Facts} facts=${facts} />
     ${trained.pass_at && html`<${PassAt} base=${base.pass_at} trained=${trained.pass_at} />`}
-    ${guard && html`<p><strong>Guard:</strong> ${number(guard.base.mean)} → ${number(guard.trained.mean)} on ${plural(guard.rows, "row")}, difference ${signed(guard.difference)}${guard.interval &&
-      ` (95% interval ${signed(guard.interval[0])} to ${signed(guard.interval[1])})`}. Allowed drop: ${number(guard.margin)}. ${guard.fell === null ? "Too few rows for a conclusion." : guard.fell ? html`<span class="bad">The drop may be larger than allowed.</span>` : "The drop is not larger than allowed."}</p>`}
+    ${guard && html`<p><strong>Guard dataset (the reward must not fall):</strong> ${number(guard.base.mean)} → ${number(guard.trained.mean)} on ${plural(guard.rows, "row")}, difference ${signed(guard.difference)}${guard.interval &&
+      ` (95% interval ${signed(guard.interval[0])} to ${signed(guard.interval[1])})`}. Allowed drop: ${number(guard.margin)}. ${guard.fell === null ? "Too few guard rows for a conclusion." : guard.fell ? html`<span class="bad">The reward may have fallen by more than allowed.</span>` : "The reward did not fall by more than allowed."}</p>`}
     <${RowsSection} id=${verdict.id} won=${won} lost=${lost} />`;
 }
 
@@ -135,7 +135,7 @@ function RowList({ id, first }) {
 function Row({ row }) {
   const { set, row: index, outcome, difference, prompt, base, trained } = row;
   return html`<article class="panel" aria-label=${`Row ${index}`}>
-    <h3>${set === "guard" ? "Guard row" : "Row"} ${index} <span class="dim small">${outcome}${difference !== null && `, ${signed(difference)}`}</span></h3>
+    <h3>${set === "guard" ? "Guard dataset, row" : "Row"} ${index} <span class="dim small">${outcome}${difference !== null && `, ${signed(difference)}`}</span></h3>
     <${LongText} text=${prompt} label="Prompt" class="prompt" shown=${600} />
     <div class="beside">${[["Base model", base], ["Trained model", trained]].map(([title, answers]) => html`<div key=${title} class="completion panel">
       <h4>${title} <span class="dim small">reward ${number(answers.reward)}</span></h4>

@@ -77,7 +77,7 @@ function Line({ index }) {
 function Summary({ data }) {
   const names = uniqueLabels(data.jobs);
   const valuesOf = (key, index) => data.metrics.map((row) => row[key]?.[index]).filter((value) => typeof value === "number");
-  return html`<${Table} label="Summary of the runs" head=${["Run", "State", "#Step", "#First reward", "#Last reward", "#Change", "#Last evaluation", "Best checkpoint"]}>${data.jobs.map((job, index) => {
+  return html`<${Table} label="Summary of the compared runs" head=${["Run", "State", "#Step", "#First reward", "#Last reward", "#Change", "#Last evaluation", "Best checkpoint"]}>${data.jobs.map((job, index) => {
       const reward = valuesOf("reward", index);
       const [first, last] = [reward[0], reward.at(-1)];
       return html`<tr key=${job.id}>

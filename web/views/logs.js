@@ -105,7 +105,7 @@ function Events({ events, q, type, follows, loadEarlier }) {
 function Log({ run, job, q, follows }) {
   const { lines, error } = useLog(run, isOver(job));
   const matches = ({ text }) => !q || text.toLowerCase().includes(q.toLowerCase());
-  return html`<${ProblemBox} error=${error} /><${Lines} lines=${lines.filter(matches)} label="Worker log" follows=${follows} empty=${q ? "No matching lines." : "No log lines yet."} />`;
+  return html`<${ProblemBox} error=${error} /><${Lines} lines=${lines.filter(matches)} label="Worker log" follows=${follows} empty=${q ? "No matching log lines." : "No log lines yet."} />`;
 }
 
 /** Reads the log, and polls for new lines until the job is over. */

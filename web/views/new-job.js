@@ -19,7 +19,7 @@ import { Code, Facts } from "../parts/text.js";
 /** Settings that are not in the list of their section: they have a dataset chooser instead. */
 const DATASET_SETTINGS = ["/eval/dataset", "/warm_up/dataset"];
 /** Labels of the dataset choosers, by section. */
-const DATASET_LABELS = { eval: "Evaluation prompts", warm_up: "Warm-up rows, with answers" };
+const DATASET_LABELS = { eval: "Evaluation prompts", warm_up: "Warm-up rows: prompts with answers" };
 const EMPTY = { rewards: [{ type: "exact_match", column: "answer" }] };
 /** Time after the last change before the job is checked again, in ms. */
 const CHECK_DELAY_MS = 500;
@@ -117,7 +117,7 @@ function Form({ schema, old, from }) {
         <span class="dim small">A preflight samples the base model and scores its completions, without training.</span>
       </div>
     </form>
-    <aside class="stack" aria-label="Check and command">
+    <aside class="stack" aria-label="Result of the check, and curl command">
       ${checked && html`<${CheckResult} answer=${checked} />`}
       <section class="panel stack"><h2>Submit with curl</h2><${Code} text=${curlCommand(spec, location.origin, session.value.state === "in")} label="curl command" /></section>
     </aside>

@@ -26,8 +26,8 @@ const SETTINGS = [
   ["/sampling/max_completion_length", "Maximum length", "Tokens per completion"],
   ["/sampling/top_p", "Top p", "1 = off"],
   ["/sampling/top_k", "Top k", "0 = off"],
-  ["/num_generations", "Completions", "Per model, 1 to 8"],
-  ["/seed", "Seed", "Same seed, same completions"],
+  ["/num_generations", "Completions", "Completions per model, 1 to 8"],
+  ["/seed", "Seed", "The same seed gives the same completions"],
 ];
 
 const Playground = jobView("/playground", PlaygroundOf);
@@ -91,7 +91,7 @@ function PromptForm({ run, job, checkpoints }) {
       <div class="filters">
         <label class="inline">Checkpoint <${Select} value=${step ?? ""} options=${options} set=${(step) => setQuery({ step })} /></label>
         <label class="inline">Prompt from the dataset <${Select} class="clip" value="" set=${chooseRow}
-          options=${[["", rows.error ? "Rows not available" : "Choose a row"], ...rows.rows.map(({ record }, index) => [index, `${index}: ${truncate(toFormText(record.prompt).text, 60)}`])]} /></label>
+          options=${[["", rows.error ? "Dataset rows not available" : "Choose a dataset row"], ...rows.rows.map(({ record }, index) => [index, `${index}: ${truncate(toFormText(record.prompt).text, 60)}`])]} /></label>
         ${rows.next && html`<button type="button" class="mini" disabled=${rows.loading} onClick=${rows.loadMore}>Load more rows</button>`}
       </div>
       ${errorsAt("/checkpoint").map(({ detail }) => html`<p class="bad small">${detail}</p>`)}
@@ -101,7 +101,7 @@ function PromptForm({ run, job, checkpoints }) {
         ${SETTINGS.map(([pointer, label, hint]) => html`<${Input} key=${pointer} label=${label} hint=${hint} errors=${errorsAt(pointer)} inputmode="decimal" autocomplete="off"
           placeholder=${defaults[pointer.split("/").at(-1)]} value=${settings[pointer] ?? ""} set=${(text) => setSettings({ ...settings, [pointer]: text })} />`)}
       </div>
-      <div class="row wrap"><button class="primary" disabled=${busy}>${busy ? "Generating…" : "Generate with both"}</button>
+      <div class="row wrap"><button class="primary" disabled=${busy}>${busy ? "Generating…" : "Generate with both models"}</button>
         ${busy && html`<button type="button" onClick=${() => abort.current.abort()}>Stop</button>`}
         <span class="dim small">Both use the same seed. Runs on the server's CPU, alongside training.</span></div>
       <${ProblemBox} error=${error} hasFields=${error && errorsAt("/prompt").length + errorsAt("/checkpoint").length + SETTINGS.flatMap(([pointer]) => errorsAt(pointer)).length} />

@@ -24,9 +24,9 @@ const latency = (ms) => (ms < 10 ? `${number(ms, 2)} ms` : duration(ms / 1000));
 
 /** Returns `[CSS class, status, explanation]`. */
 function describeHealth({ breaker, degraded, samples, missing_fraction, updated_at }) {
-  if (breaker?.state === "open") return ["bad", "✕ Breaker open", breaker.retry_at ? `No requests are sent until ${formatTime(breaker.retry_at)}.` : "No requests are sent for now."];
-  if (breaker?.state === "half_open") return ["warn", "! Recovering", "Sending one test request."];
-  if (degraded) return ["warn", "! Degraded", "At least 4 of the last 20 requests failed."];
+  if (breaker?.state === "open") return ["bad", "✕ Circuit breaker open", breaker.retry_at ? `No requests are sent to the reward service until ${formatTime(breaker.retry_at)}.` : "No requests are sent to the reward service for now."];
+  if (breaker?.state === "half_open") return ["warn", "! Recovering", "Sending one test request to the reward service."];
+  if (degraded) return ["warn", "! Degraded", "At least 4 of the last 20 requests to the reward service failed."];
   if (missing_fraction > 0.2) return ["warn", "! Values missing", `${percent(missing_fraction)} of the samples have no reward.`];
   if (updated_at === null || !samples) return ["", "◌ Not used yet", ""];
   return ["good", "✓ Healthy", ""];
@@ -42,7 +42,7 @@ function RewardPanel({ reward, table }) {
     ["Mean", value("mean"), value("std") === NONE ? "" : `± ${value("std")}, latest step`],
     updated_at !== undefined && ["Samples", count(reward.samples), `${count(reward.missing)} missing, ${count(reward.not_applicable)} not applicable`],
     latency_ms && ["Median latency", latency(latency_ms.p50), `95th percentile ${latency(latency_ms.p95)}, maximum ${latency(latency_ms.max)}`],
-    isHttp && ["Requests", count(reward.requests), `${plural(reward.retries, "retry", "retries")}, ${count(reward.failed)} failed, ${count(reward.replayed)} from the journal`],
+    isHttp && ["Requests", count(reward.requests), `${plural(reward.retries, "retry", "retries")}, ${count(reward.failed)} failed, ${count(reward.replayed)} answered from an earlier attempt`],
     concurrency && ["Concurrency", `${concurrency.limit}`, `maximum ${concurrency.max}`],
     isHttp && ["Circuit breaker", sentenceCase(breaker.state), `opened ${plural(breaker.opened, "time")}`],
     reward.cached > 0 && ["From cache", count(reward.cached), "no request sent"],

@@ -121,7 +121,7 @@ function chartLayout(table, job) {
   const names = job.plan.rewards.map(({ name }) => name);
   const evalNames = table.keys.filter((key) => /^eval_rewards\/.*\/mean$/.test(key) && !names.includes(key.slice(13, -5))).map((key) => key.slice(13, -5));
   const present = (list) => list.filter(({ key }) => table.has(key));
-  const warmUp = { title: "Warm-up", note: "loss on the answers, nats per token", series: [one("warm_up/loss", "loss"), one("warm_up/entropy", "entropy", { tint: 1 })] };
+  const warmUp = { title: "Warm-up", note: "loss on the warm-up answers, nats per token", series: [one("warm_up/loss", "loss"), one("warm_up/entropy", "entropy", { tint: 1 })] };
   return [
     ...(job.plan.warm_up ? [warmUp] : []),
     { title: "Reward", note: "± std", series: [one("reward", "reward", { band: table.column("reward_std") }), ...present([one("eval_reward", "evaluation", { points: true, tint: 1 })])] },

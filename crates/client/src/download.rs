@@ -248,11 +248,11 @@ impl Part {
     /// Verifies the complete file. Returns how it was verified, or how it differs from what the server announced.
     fn check(&self, expected: &Expected) -> Result<Checked, String> {
         if let Some(size_bytes) = expected.size_bytes.filter(|size_bytes| *size_bytes != self.size_bytes) {
-            return Err(format!("the file has {} bytes, not {size_bytes}", self.size_bytes));
+            return Err(format!("the downloaded file has {} bytes, not {size_bytes}", self.size_bytes));
         }
         match &expected.sha256 {
             Some(sha256) if *sha256 != self.sha256() => {
-                Err(format!("the file's sha256 is {}, not {sha256}", self.sha256()))
+                Err(format!("the sha256 of the downloaded file is {}, not {sha256}", self.sha256()))
             }
             Some(_) => Ok(Checked::Sha256),
             None if expected.size_bytes.is_some() => Ok(Checked::Size),

@@ -35,7 +35,7 @@ pub enum Error {
         source: reqwest::Error,
     },
     /// The response broke off before its end.
-    #[error("{request}: the response broke off")]
+    #[error("{request}: the response ended early")]
     Interrupted {
         /// Method and path of the request.
         request: String,
@@ -52,15 +52,15 @@ pub enum Error {
         limit: Duration,
     },
     /// The response does not match the API: another version, or a different server.
-    #[error("{request}: the response is not understood: {detail}")]
+    #[error("{request}: the response does not match the API: {detail}")]
     NotUnderstood {
         /// Method and path of the request.
         request: String,
         /// How the response differs.
         detail: String,
     },
-    /// The data that arrived differed from its announced size or hash in every try.
-    #[error("{request}: the transfer arrived damaged: {detail}")]
+    /// The data differed from its announced size or hash, several times.
+    #[error("{request}: the downloaded data is damaged: {detail}")]
     Damaged {
         /// Method and path of the request.
         request: String,

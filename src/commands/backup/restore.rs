@@ -12,7 +12,7 @@ use crate::store::{Dropped, Store, StoreError};
 /// Runs the subcommand `rlood restore`.
 ///
 /// # Errors
-/// When the backup is incomplete or damaged, or the target is in use or not empty. The target is unchanged then.
+/// Fails when the backup is incomplete or damaged, or the target is in use or not empty. The target is unchanged then.
 pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
     let RestoreArgs { from, data_dir, drop_keys } = args;
     if !is_vacant(&data_dir)? {
@@ -47,7 +47,8 @@ async fn drop_credentials(database: &Path) -> Result<Dropped, BackupError> {
 
 /// The staging directory, on the target's file system, so that the data can be moved into place in one step. Removed on failure.
 struct Stage {
-    /// Located next to a target that does not exist, or inside an existing one, which may be a separate volume.
+    /// The temporary directory: next to the target if the target does not exist, otherwise inside it, because it may
+    /// be a separate volume.
     around: tempfile::TempDir,
     root: PathBuf,
     target: PathBuf,
@@ -104,7 +105,7 @@ async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, Back
     }
     let mut bytes = 0;
     let mut named = Vec::new();
-    // The database comes first: if it cannot be used here, the error is known before everything else is copied.
+    // The database is copied first: if this version cannot use it, the error appears before the large files are copied.
     for (name, entry) in manifest
         .files
         .get_key_value(DATABASE)
@@ -119,7 +120,7 @@ async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, Back
             Err(error) => return Err(error.into()),
         };
         if (Entry { size_bytes, sha256: sha256.to_string() }) != *entry {
-            return Err(damaged(name, "its contents differ from the manifest"));
+            return Err(damaged(name, "the file differs from the hash in the manifest"));
         }
         if name == DATABASE {
             named = named_files(&root.join(DATABASE)).await?;
@@ -143,15 +144,15 @@ fn read_manifest(from: &Path) -> Result<Manifest, BackupError> {
     })?;
     let manifest: Manifest = serde_json::from_slice(&text).map_err(|error| bad(format!("cannot be read: {error}")))?;
     if manifest.format != FORMAT {
-        return Err(bad(format!("unknown format {}: use the rlood that wrote it", manifest.format)));
+        return Err(bad(format!("unknown format {}: use the version of rlood that wrote the backup", manifest.format)));
     }
     if !manifest.files.contains_key(DATABASE) {
-        return Err(bad(format!("it does not list {DATABASE}")));
+        return Err(bad(format!("the manifest does not list {DATABASE}")));
     }
     Ok(manifest)
 }
 
-/// Whether a path stays below its base directory.
+/// Whether a relative path of the manifest stays inside the backup: no `..`, not absolute.
 fn is_plain(name: &str) -> bool {
     !name.is_empty() && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
 }

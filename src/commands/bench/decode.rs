@@ -20,35 +20,36 @@ use crate::engine::sampling::Sampler;
 use crate::engine::text::Text;
 use crate::spec::LoraPlan;
 
-/// Batches to measure in addition to the step's own, as (prompts, completions per prompt).
+/// Batch sizes to measure in addition to that of a training step, as (prompts, completions per prompt).
 const BATCHES: [(usize, usize); 3] = [(1, 1), (1, 4), (4, 4)];
 
-/// Number of tokens per completion in those batches.
+/// Number of tokens per completion in these additional batches.
 const SHORT_COMPLETION: usize = 32;
 
-/// Maximum number of tokens per completion under a profile: each launch records two events.
+/// Maximum number of tokens per completion with `--profile`, because each kernel launch records two CUDA events.
 const PROFILED_COMPLETION: usize = 128;
 
-/// Minimum duration of a batch's measurement, in seconds per `--steps`.
+/// Minimum duration of measuring a batch, in seconds; multiplied by `--steps`.
 const MIN_SECONDS: f64 = 0.1;
 
-/// How long a busy process runs before the measurement next to it starts.
+/// How long the busy process runs before generation next to it is measured.
 const SETTLE: Duration = Duration::from_millis(300);
 
 /// Results of the generation part.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DecodeFigures {
-    /// All measured batches, the step's own last.
+    /// All measured batches; the last one has the size of a training step's batch.
     pub batches: Vec<Batch>,
     /// Peak memory of the process, in MiB.
     pub peak_mib: f64,
     /// Peak memory of the GPU in MiB; None on the CPU.
     pub device_peak_mib: Option<f64>,
-    /// Present with `--profile` on a GPU: the kernels of the step's own batch, with completions of at most 128 tokens.
+    /// Kernel times while the batch of a training step is generated, with at most 128 tokens per completion; None without
+    /// `--profile` or on the CPU.
     pub profile: Option<ProfileFigures>,
 }
 
-/// Results of one batch.
+/// Results of generating one batch.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Batch {
     /// Number of prompts per step.
@@ -57,7 +58,7 @@ pub struct Batch {
     pub generations: usize,
     /// Number of tokens per completion.
     pub completion: usize,
-    /// Whether a repetition was measured; false: the seconds are those of the warm-up.
+    /// Whether any repetition was measured; false = the durations are those of the warm-up run.
     pub warm: bool,
     /// Number of measured repetitions.
     pub repetitions: usize,
@@ -67,7 +68,7 @@ pub struct Batch {
     pub median_seconds: f64,
     /// Completion tokens per second of the fastest repetition.
     pub tok_s: f64,
-    /// Duration of prefill and one token, in seconds.
+    /// Duration of prefill and the first token, in seconds.
     pub prefill_s: f64,
     /// Duration of one decode step without prefill, in seconds.
     pub decode_step_s: f64,
@@ -88,10 +89,10 @@ pub struct BusyFigures {
     pub ratio: f64,
 }
 
-/// Measures generation with all batches.
+/// Measures generation with each batch size.
 ///
 /// # Errors
-/// When the engine fails.
+/// Fails when the engine fails.
 pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
     let bench = Generation::load(setting)?;
     let own = (setting.args.prompts as usize, setting.args.generations as usize);
@@ -107,7 +108,8 @@ pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
         batches.push(bench.batch((prompts, generations), completion, 2, |_| Ok(()))?);
     }
     let times = setting.args.steps as usize;
-    // Reported only for the step's own batch, which is the last one and the one that results are compared by.
+    // Progress is reported only for the last batch, which has the size of a training step and is the one that results are
+    // compared by.
     let tell = |batch| setting.report_figures(&figures(&[batches.as_slice(), &[batch]].concat()));
     let last = bench.batch(own, setting.args.completion as usize, times, tell)?;
     batches.push(last);
@@ -121,15 +123,15 @@ pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
     Ok(figures)
 }
 
-/// Measures the step's own batch, alone and next to a busy process.
+/// Measures generation of a training step's batch, alone and next to a busy process.
 ///
 /// # Errors
-/// When the engine fails, or no process can be started.
+/// Fails when the engine fails, or no process can be started.
 pub fn beside_a_busy_process(setting: &Setting<'_>) -> Result<BusyFigures, BenchError> {
     let bench = Generation::load(setting)?;
     let (prompts, generations) = (setting.args.prompts as usize, setting.args.generations as usize);
     let (completion, times) = (setting.args.completion as usize, setting.args.steps as usize);
-    // Medians, because the fastest repetition is the one least affected by the busy process.
+    // The medians are compared: the fastest repetition would be the one that the busy process disturbed least.
     let tokens = (prompts * generations * completion) as f64;
     let idle_tok_s = tokens / bench.batch((prompts, generations), completion, times, |_| Ok(()))?.median_seconds;
     let busy = BusyProcess::start()?;
@@ -149,7 +151,7 @@ pub(super) fn device_peak_mib(policy: &Policy) -> Option<f64> {
     policy.device_peak_bytes().map(|bytes| bytes as f64 / (1 << 20) as f64)
 }
 
-/// A busy loop in a shell, killed when dropped.
+/// A shell that runs an endless loop to keep a core busy; killed when dropped.
 struct BusyProcess(Child);
 
 impl BusyProcess {
@@ -161,7 +163,7 @@ impl BusyProcess {
 
 impl Drop for BusyProcess {
     fn drop(&mut self) {
-        // This fails only if the process has already exited.
+        // Killing the busy process fails only if it has already exited.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -179,7 +181,7 @@ impl<'a> Generation<'a> {
         Ok(Generation { setting, policy: policy(setting)?, text })
     }
 
-    /// Generates this many tokens for each of a prompt's completions.
+    /// Generates `generations` completions of `tokens` tokens for each prompt.
     fn generate(&self, prompts: &[Vec<u32>], generations: usize, tokens: usize) -> Result<(), BenchError> {
         let prompts: Vec<GeneratePrompt<'_>> =
             prompts.iter().zip(0..).map(|(ids, row)| GeneratePrompt { row, ids }).collect();
@@ -197,7 +199,8 @@ impl<'a> Generation<'a> {
         Ok(generate(&self.policy, &self.text, &request, &|| false).map(drop)?)
     }
 
-    /// Measures a batch of (prompts, completions per prompt), and reports the figures after each repetition.
+    /// Measures generation of one batch, given as (prompts, completions per prompt), and reports the
+    /// figures after each repetition.
     fn batch(
         &self,
         (prompts, generations): (usize, usize),
@@ -211,7 +214,8 @@ impl<'a> Generation<'a> {
         let tokens = (prompts * generations * completion) as f64;
         let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes());
         let batch = |all: Timing| {
-            // Use at least a nanosecond: noise on a tiny model must not cause a division by zero.
+            // The duration is at least a nanosecond, because it is a divisor: with a tiny model, noise can make the difference
+            // of two measurements zero.
             let decode_step_s = ((all.min_s - first.min_s) / completion.saturating_sub(1).max(1) as f64).max(1e-9);
             Batch {
                 prompts,

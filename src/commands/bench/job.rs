@@ -1,4 +1,4 @@
-//! The job of the measured steps, and the server's estimate of its memory.
+//! The training job that the benchmark measures, and the server's estimate of its memory.
 
 use std::num::NonZeroU32;
 
@@ -28,7 +28,7 @@ pub(super) fn rows(setting: &Setting<'_>, count: usize) -> Result<Vec<PromptRow>
     setting.prompts(count).into_iter().map(row).collect()
 }
 
-/// Returns the plan that the server would make for this job.
+/// Returns the resolved settings that the server would derive for the measured job.
 pub(super) fn plan(
     setting: &Setting<'_>,
     generations: u32,
@@ -86,20 +86,20 @@ fn place(device: Device) -> Place {
     }
 }
 
-/// Returns the server's memory estimate for this job on its device.
+/// Returns the server's memory estimate for the measured job on its device.
 fn footprint(setting: &Setting<'_>, plan: &Plan, micro_batch_tokens: u64) -> Footprint {
     let (card, prompt) = (&setting.card, Some(u64::from(setting.args.prompt_len)));
     let place = place(setting.args.device);
     Footprint::on(place, plan, card.num_parameters, &card.config.shape(), prompt, micro_batch_tokens)
 }
 
-/// Estimated memory of whole steps, in MiB.
+/// Returns the estimated memory of whole training steps, in MiB.
 pub(super) fn estimate_mib(setting: &Setting<'_>, plan: &Plan) -> f64 {
     mib(footprint(setting, plan, u64::from(plan.training.micro_batch_tokens)).total)
 }
 
-/// Estimated memory of forward and backward passes alone: without optimizer moments and reference, and with groups of one
-/// completion allowed, which no job has. None if the job would be refused.
+/// Returns the estimated memory in MiB of forward and backward passes alone, without optimizer moments and reference model.
+/// Allows one completion per prompt, unlike a job. None if the server would refuse the job.
 pub(super) fn estimate_of_training_mib(setting: &Setting<'_>, micro_batch_tokens: u64) -> Option<f64> {
     let args = setting.args;
     let rows = rows(setting, args.prompts as usize).ok()?;

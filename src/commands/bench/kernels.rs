@@ -17,26 +17,26 @@ use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
 use crate::engine::kernels::threads::Threads;
 use crate::engine::random::{Key, Stream};
 
-/// Numbers of rows of a decode step.
+/// Batch sizes of the measured decode products: rows of the input matrix.
 pub const DECODE_ROWS: [usize; 3] = [1, 4, 16];
 
-/// Number of rows of a training product.
+/// Number of input rows (tokens) of the measured training products.
 pub const TRAINING_ROWS: usize = 1024;
 
-/// Total size of the copies of one matrix that a measurement cycles through, in bytes. A layer's weights are then not in the cache
-/// when they are used again, unless the model is small.
+/// Total size of the copies of one weight matrix that a measurement cycles through, in bytes, so that weights are not in the
+/// CPU cache when they are used again.
 const COPIES_BYTES: usize = 256 << 20;
 
-/// Maximum number of inputs or outputs of one product: the engine also never holds the logits of a whole batch.
+/// Maximum number of elements in the input or output of one product. The engine never holds the logits of a whole batch either.
 const MAX_ACTIVATIONS: usize = 1 << 25;
 
-/// Minimum duration of a product's measurement, in seconds per `--steps`.
+/// Minimum duration of measuring a matrix product, in seconds; multiplied by `--steps`.
 const MIN_SECONDS: f64 = 0.04;
 
-/// Results of all products.
+/// Results of all matrix products.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct KernelFigures {
-    /// One entry per matrix of a layer, the head last.
+    /// One entry per weight matrix of a layer, then the output head.
     pub products: Vec<Product>,
     /// Speed of forward and dX of the layers' matrices with [`TRAINING_ROWS`] rows, in 1e12 FLOPs per second.
     pub gemm_tflop_s: f64,
@@ -44,7 +44,7 @@ pub struct KernelFigures {
     pub decode_gb_s: Vec<f64>,
     /// Attention of one layer.
     pub attention: attention::AttentionFigures,
-    /// The head, streamed over the vocabulary.
+    /// The output head, computed in pieces of the vocabulary.
     pub head: head::HeadFigures,
 }
 
@@ -61,14 +61,14 @@ pub struct Product {
     pub gb_s: Vec<f64>,
     /// Forward product with [`TRAINING_ROWS`] rows (fewer for the head), in 1e9 FLOPs per second.
     pub forward_gflop_s: f64,
-    /// The dX product with the same number of rows.
+    /// Speed of the dX product with the same number of rows, in 1e9 FLOPs per second.
     pub backward_gflop_s: f64,
 }
 
 /// Measures the seven matrices of a layer and the head.
 ///
 /// # Errors
-/// When `RLOOD_ISA` names no instruction set of this machine.
+/// Fails when `RLOOD_ISA` names no instruction set of this machine.
 pub fn measure(setting: &Setting<'_>) -> Result<KernelFigures, BenchError> {
     let config = &setting.card.config;
     let dtype = match setting.args.dtype {
@@ -94,7 +94,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<KernelFigures, BenchError> {
     Ok(KernelFigures { products, gemm_tflop_s, decode_gb_s, attention, head })
 }
 
-/// Sums over all layers.
+/// Sums of FLOPs, bytes and durations over all layers.
 #[derive(Default)]
 struct Totals {
     flops: f64,
@@ -103,7 +103,7 @@ struct Totals {
     decode_s: [f64; DECODE_ROWS.len()],
 }
 
-/// Threads, precision and minimum duration of a product's measurement.
+/// How a matrix product is measured: threads, precision, minimum duration.
 struct Team {
     isa: Isa,
     threads: Threads,
@@ -163,7 +163,7 @@ fn product(
     })
 }
 
-/// Returns uniform values with mean 0 within half of `width`, different for every seed.
+/// Returns random values, uniform between -`width`/2 and `width`/2; each seed gives other values.
 fn random_values(seed: usize, count: usize, width: f64) -> Vec<f32> {
     let key = Key::new(0, Stream::Init).with(seed as u64);
     (0..count as u64).map(|at| ((key.with(at).uniform() - 0.5) * width) as f32).collect()

@@ -12,7 +12,7 @@ use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::limits::{peak_gflops, read_gb_s};
 use crate::engine::kernels::threads::Threads;
 
-/// Number of bytes read per measurement.
+/// Number of bytes that one measurement reads from memory.
 const READ_BYTES: usize = 1 << 30;
 
 /// The limits of the measured device.
@@ -25,7 +25,7 @@ pub enum Limits {
     Gpu(GpuLimits),
 }
 
-/// Limits of the CPU, all threads together.
+/// Limits of the CPU with all threads together.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ProcessorLimits {
     /// Name of the instruction set that the kernels use.
@@ -55,33 +55,33 @@ pub struct GpuLimits {
     pub driver_version: u32,
     /// Whether the GPU is emulated on the CPU for tests, so that the figures are meaningless.
     pub emulated: bool,
-    /// Seconds until the device was ready: long if the driver had to compile the kernels.
+    /// Seconds to open the GPU; long if the driver had to compile the kernels.
     pub open_s: f64,
     /// Memory of the device, in bytes.
     pub memory_bytes: u64,
-    /// Number of bytes per copy.
+    /// Number of bytes that one copy moves.
     pub copy_bytes: u64,
     /// Copies within the device's memory, bytes read plus bytes written, in 1e9 per second.
     pub copy_gb_s: f64,
-    /// Products of bf16 matrices with f32 sums; None if another part does not need them.
+    /// Speed of bf16 matrix products with f32 sums; None if the measured parts do not use bf16.
     pub bf16: Option<GemmPeak>,
-    /// Products of f32 matrices; None if another part does not need them.
+    /// Speed of f32 matrix products; None if the measured parts do not use f32.
     pub f32: Option<GemmPeak>,
 }
 
-/// The fastest product of square matrices.
+/// The fastest measured product of two square matrices.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct GemmPeak {
-    /// Number of rows and columns.
+    /// Number of rows and columns of the square matrices.
     pub n: usize,
     /// Speed in 1e9 operations per second.
     pub gflop_s: f64,
 }
 
-/// Measures all limits; for a GPU with `only` just the products of this precision, of one size.
+/// Measures the limits of a device. On a GPU, `only` restricts the matrix products to this precision and one size.
 ///
 /// # Errors
-/// When `RLOOD_ISA` names no instruction set of this machine, or the device cannot be used.
+/// Fails when `RLOOD_ISA` names no instruction set of this machine, or the device cannot be used.
 pub fn measure(device: Device, threads: usize, only: Option<Precision>) -> Result<Limits, BenchError> {
     match device {
         Device::Cpu => Ok(Limits::Processor(processor(threads)?)),
@@ -113,7 +113,7 @@ fn gpu(ordinal: u32, _only: Option<Precision>) -> Result<Limits, BenchError> {
 }
 
 impl Limits {
-    /// Memory bandwidth that limits a pass over the weights, in 1e9 bytes per second.
+    /// Returns the measured memory bandwidth, which limits a pass over the weights, in 1e9 bytes per second.
     pub fn memory_gb_s(&self) -> f64 {
         match self {
             Limits::Processor(limits) => limits.read_gb_s,
@@ -121,7 +121,7 @@ impl Limits {
         }
     }
 
-    /// Speed that limits matrix products of this precision, in 1e9 operations per second; None if not measured.
+    /// Returns the measured limit of matrix products of this precision, in 1e9 operations per second; None if not measured.
     pub fn peak_gflop_s(&self, dtype: Precision) -> Option<f64> {
         match (self, dtype) {
             (Limits::Processor(limits), Precision::Bf16) => Some(limits.amx_gflop_s.unwrap_or(limits.fma_gflop_s)),

@@ -16,7 +16,7 @@ use crate::engine::text::Text;
 /// Differences over all completion tokens of one step.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct MismatchFigures {
-    /// Whether the backend guarantees that there is no difference.
+    /// Whether the backend guarantees that sampling and training compute identical log-probs.
     pub samples_exactly: bool,
     /// Number of compared tokens.
     pub tokens: usize,
@@ -34,7 +34,7 @@ pub struct MismatchFigures {
 /// Samples one step's completions and scores them.
 ///
 /// # Errors
-/// When the engine fails, or records no log-probs.
+/// Fails when the engine fails, or records no log-probs.
 pub fn measure(setting: &Setting<'_>) -> Result<MismatchFigures, BenchError> {
     let policy = policy(setting)?;
     let text = Text::load(&setting.model_dir).map_err(EngineError::from)?;
@@ -60,7 +60,8 @@ pub fn measure(setting: &Setting<'_>) -> Result<MismatchFigures, BenchError> {
         let rows: Vec<Trajectory<'_>> = group.iter().map(|row| Trajectory::new(prompt, &row.segments)).collect();
         for (row, score) in group.iter().zip(policy.score(&rows, 1.0, Adapter::On)?) {
             let recorded = row.segments.logps();
-            let recorded = recorded.ok_or_else(|| BenchError::Job("sampling recorded no log-probs".to_owned()))?;
+            let recorded = recorded
+                .ok_or_else(|| BenchError::Job("sampling did not record the log-probs of the tokens".to_owned()))?;
             recorded.iter().zip(&score.logps).for_each(|(sampled, trained)| differences.add(*sampled, *trained));
         }
     }
@@ -82,7 +83,7 @@ impl Differences {
         self.tokens += 1;
         self.unequal += usize::from(sampled.to_bits() != trained.to_bits());
         self.sum += difference.abs();
-        // A NaN counts as the largest difference, and remains it.
+        // NaN counts as the largest difference, so `max` must not drop it.
         self.max = if self.max.is_nan() || difference.abs() <= self.max { self.max } else { difference.abs() };
         self.k3 += difference.exp_m1() - difference;
     }

@@ -1,4 +1,4 @@
-//! Times of a GPU's kernels during one piece of work.
+//! Measures how long each GPU kernel runs during a part of the benchmark.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +9,8 @@ use crate::engine::model::Policy;
 #[cfg(feature = "cuda")]
 const NAMED: usize = 25;
 
-/// The profile of one piece of work, by kernel. It runs without CUDA graphs, so that it takes longer than usual.
+/// Kernel times of one operation, such as a backward pass. CUDA graphs are off while profiling, so the operation
+/// takes longer than usual.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ProfileFigures {
     /// Wall-clock time in seconds, including gaps between kernels.
@@ -24,7 +25,7 @@ pub struct ProfileFigures {
     pub kernels: Vec<KernelTime>,
 }
 
-/// All launches of one kernel.
+/// Launches of one GPU kernel, added up.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct KernelTime {
     /// Name of the kernel, or `cublas`, `upload`, `copy`, `zero`.
@@ -33,11 +34,12 @@ pub struct KernelTime {
     pub count: u64,
     /// Total time in seconds.
     pub seconds: f64,
-    /// Fraction of the time of all kernels.
+    /// Fraction of the total time of all kernels.
     pub share: f64,
 }
 
-/// Runs some work under a profile. Does not run it without `--profile`, or on the CPU.
+/// Runs `work` with profiling and returns its kernel times. Without `--profile`, or on the CPU, returns None and
+/// does not run `work`.
 #[cfg(feature = "cuda")]
 pub(super) fn profile(
     policy: &Policy,
@@ -69,7 +71,7 @@ pub(super) fn profile(
     }))
 }
 
-/// Returns None: this build has no GPU support.
+/// Returns None, because this build has no GPU support.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn profile(
     _policy: &Policy,

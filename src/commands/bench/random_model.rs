@@ -15,16 +15,16 @@ use super::BenchError;
 use super::shape::Shape;
 use crate::config::Precision;
 
-/// Standard deviation of the matrices, as transformers initializes them.
+/// Standard deviation of the random weights, the same as transformers' default.
 const STD: f64 = 0.02;
 
-/// The end-of-sequence token's weight for the channel that is always 1.
+/// The end-of-sequence token's weight in the output head for channel 0, which is always 1, so that the token is never sampled.
 const NEVER: f32 = -1000.0;
 
 /// Writes config.json, model.safetensors and tokenizer.json to an existing directory.
 ///
 /// # Errors
-/// When a file cannot be written.
+/// Fails when a file cannot be written.
 pub fn write(dir: &Path, shape: &Shape, dtype: Precision) -> Result<(), BenchError> {
     let written = |name: &'static str| {
         move |source: io::Error| BenchError::Io { doing: format!("write {name} of the random model"), source }
@@ -35,7 +35,7 @@ pub fn write(dir: &Path, shape: &Shape, dtype: Precision) -> Result<(), BenchErr
     weights(&dir.join("model.safetensors"), shape, dtype)?.map_err(written("model.safetensors"))
 }
 
-/// The text of a token.
+/// Returns a token's text in the random model's tokenizer.
 pub fn word(token: usize) -> String {
     format!("w{token}")
 }
@@ -56,7 +56,7 @@ fn tokenizer(vocab: usize) -> Value {
     })
 }
 
-/// Writes the tensors row by row; the outer error is the shape's.
+/// Writes the tensors row by row. The outer error means that the shape is invalid, the inner one that writing failed.
 fn weights(path: &Path, shape: &Shape, dtype: Precision) -> Result<io::Result<()>, BenchError> {
     let tensors = shape.model_config()?.tensors();
     let size = match dtype {
@@ -72,7 +72,7 @@ fn weights(path: &Path, shape: &Shape, dtype: Precision) -> Result<io::Result<()
         begin = end;
     }
     let mut header = Value::Object(header).to_string();
-    // Padding, so that the data starts at a multiple of 8.
+    // Pads the safetensors header, so that the data starts at a multiple of 8 bytes.
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
     let mut random = Random::new();
     let mut write = || -> io::Result<()> {
@@ -98,7 +98,7 @@ fn weights(path: &Path, shape: &Shape, dtype: Precision) -> Result<io::Result<()
     Ok(write())
 }
 
-/// Appends one row of a tensor, or a vector.
+/// Appends the random values of one row of a weight matrix, or of a whole vector.
 fn fill(values: &mut Vec<f32>, name: &str, row: usize, columns: usize, eos: usize, random: &mut Random) {
     if name.ends_with("norm.weight") {
         values.resize(columns, 1.0);

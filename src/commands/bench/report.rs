@@ -1,4 +1,4 @@
-//! Reports the figures of all parts: a table for people, JSON for programs.
+//! Reports the figures of all parts of the benchmark: a table on standard output, JSON in a file.
 
 use serde_json::{Map, Value, json};
 
@@ -15,7 +15,7 @@ use super::{BenchError, io, value_bytes};
 use crate::config::BenchArgs;
 use crate::modelcard::ModelCard;
 
-/// The figures measured so far.
+/// The report: the figures measured so far.
 pub(super) struct Report<'a> {
     args: &'a BenchArgs,
     card: &'a ModelCard,
@@ -122,7 +122,7 @@ impl<'a> Report<'a> {
             attention.decode_s * 1e3,
         );
         println!(
-            "  head of {} positions: log-probs {:.1} ms ({:.0} GFLOP/s), dX {:.1} ms ({:.0}); choosing {:.2} ms ({:.1} GB/s)",
+            "  output head at {} positions: log-probs {:.1} ms ({:.0} GFLOP/s), dX {:.1} ms ({:.0}); sampling {:.2} ms ({:.1} GB/s)",
             head.rows,
             head.score_s * 1e3,
             head.score_gflop_s,
@@ -228,12 +228,12 @@ impl<'a> Report<'a> {
         self.limits.as_ref().map(Limits::memory_gb_s)
     }
 
-    /// The limit of matrix products of this precision.
+    /// Returns the measured limit of matrix products in the chosen precision.
     fn peak_gflop_s(&self) -> Option<f64> {
         self.limits.as_ref().and_then(|limits| limits.peak_gflop_s(self.args.dtype))
     }
 
-    /// Writes the current figures to the requested file, replacing earlier ones.
+    /// Writes the figures measured so far to the file given by the user, replacing its contents.
     pub fn write(&self) -> Result<(), BenchError> {
         let Some(path) = &self.args.json else { return Ok(()) };
         let failed = |doing: &str| io(format!("{doing} {}", path.display()));
@@ -243,7 +243,7 @@ impl<'a> Report<'a> {
         std::fs::rename(&new, path).map_err(failed("replace"))
     }
 
-    /// Returns the main figures at the top level, and all details below.
+    /// Returns the JSON report: the main figures at the top level, all details below.
     pub fn json(&self) -> Value {
         let (args, config) = (self.args, &self.card.config);
         let mut all = Map::new();

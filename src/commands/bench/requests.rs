@@ -9,7 +9,7 @@ use crate::engine::model::{Adapter, Choice, Pick, Policy};
 use crate::engine::random::{Key, Stream};
 use crate::engine::sampling::Filters;
 
-/// Results of the requests.
+/// Results of generating all requests.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RequestFigures {
     /// Number of concurrent requests.
@@ -18,11 +18,11 @@ pub struct RequestFigures {
     pub prompt_tokens: u64,
     /// Total number of completion tokens.
     pub completion_tokens: u64,
-    /// Number of decode steps: the longest completion.
+    /// Number of decode steps, which is the length of the longest completion in tokens.
     pub decode_steps: u64,
     /// Total number of cached tokens that the decode steps attend to: their keys and values are read once each.
     pub attended_tokens: u64,
-    /// Whether a repetition was measured; false: the figures are those of the warm-up.
+    /// Whether any repetition was measured; false = the figures are those of the warm-up run.
     pub warm: bool,
     /// Number of measured repetitions.
     pub repetitions: usize,
@@ -45,10 +45,10 @@ pub struct Lengths(usize, usize);
 /// Reads the lengths from a file: a JSON array of [prompt, completion].
 ///
 /// # Errors
-/// When the file does not exist, contains something else, or a length is 0.
+/// Fails when the file does not exist, is not such an array, or a length is 0.
 pub fn read(setting: &Setting<'_>) -> Result<Vec<Lengths>, BenchError> {
     let path = setting.args.requests.as_ref();
-    let path = path.ok_or_else(|| BenchError::Job("the part requests requires --requests FILE".to_owned()))?;
+    let path = path.ok_or_else(|| BenchError::Job("the part `requests` needs the flag --requests FILE".to_owned()))?;
     let text = std::fs::read_to_string(path).map_err(super::io(format!("read {}", path.display())))?;
     parse(&text).map_err(|detail| BenchError::Job(format!("--requests {}: {detail}", path.display())))
 }
@@ -65,7 +65,7 @@ fn parse(text: &str) -> Result<Vec<Lengths>, String> {
 /// Runs all requests, `--steps` times.
 ///
 /// # Errors
-/// When there are no lengths, or the engine fails.
+/// Fails when there are no lengths, or the engine fails.
 pub fn measure(setting: &Setting<'_>) -> Result<RequestFigures, BenchError> {
     let lengths = read(setting)?;
     let policy = policy(setting)?;
@@ -92,8 +92,8 @@ pub fn measure(setting: &Setting<'_>) -> Result<RequestFigures, BenchError> {
     Ok(figures(timing))
 }
 
-/// Number of tokens that a request's steps attend to: the prompt gives the first token, and every later token needs a step over
-/// all tokens before it.
+/// Returns the sum of context lengths over a request's decode steps. Prefill gives the first token, and each later token needs
+/// a step that attends to all tokens before it.
 fn attended(Lengths(prompt, completion): Lengths) -> u64 {
     let steps = completion as u64 - 1;
     steps * prompt as u64 + steps * (steps + 1) / 2
@@ -106,7 +106,7 @@ fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Res
     let longest = lengths.iter().map(|Lengths(_, completion)| *completion).max().unwrap_or(1);
     policy.join(&mut state, &prompts, 1, longest)?;
     let key = Key::new(0, Stream::Train);
-    // The active rows: request, and number of remaining tokens.
+    // The requests that still generate, as (request number, number of remaining tokens).
     let mut live: Vec<(u64, usize)> =
         lengths.iter().zip(0..).map(|(Lengths(_, completion), request)| (request, *completion)).collect();
     let pick = |&(request, left): &(u64, usize)| Pick {
@@ -135,7 +135,7 @@ fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Res
     Ok(())
 }
 
-/// Chooses from all tokens without filtering.
+/// Samples from the whole vocabulary, without top-k or top-p.
 fn plain(picks: &[Pick]) -> Choice<'_> {
     Choice { picks, filters: Filters::OFF }
 }
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn a_request_attends_to_what_came_before_each_of_its_later_tokens() {
-        // Three tokens after five: the second sees 5 + 1, the third 5 + 2.
+        // A prompt of five tokens and three generated ones: the second attends to 5 + 1 tokens, the third to 5 + 2.
         assert_eq!(attended(Lengths(5, 3)), 13);
         assert_eq!(attended(Lengths(9, 1)), 0);
     }

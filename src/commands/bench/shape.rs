@@ -24,7 +24,7 @@ pub struct Shape {
     pub vocab: usize,
     /// Maximum sequence length, in tokens.
     pub pos: usize,
-    /// Whether the head shares its weights with the embedding.
+    /// Whether the output head shares its weights with the embedding.
     pub tie: bool,
 }
 
@@ -50,7 +50,7 @@ impl Shape {
     /// Parses `small`, or `small,layers=2,vocab=4096`. The context is extended to `tokens` if it is shorter.
     ///
     /// # Errors
-    /// When the name or a key is unknown, or a dimension is invalid.
+    /// Fails when the name or a key is unknown, or a dimension is invalid.
     pub fn parse(text: &str, tokens: usize) -> Result<Shape, BenchError> {
         let refused = |detail: String| BenchError::Shape(format!("--shape {text}: {detail}"));
         let mut parts = text.split(',').map(str::trim);
@@ -65,8 +65,9 @@ impl Shape {
             }
         };
         for part in parts {
-            let (key, value) =
-                part.split_once('=').ok_or_else(|| refused(format!("'{part}' must have the form KEY=N")))?;
+            let (key, value) = part
+                .split_once('=')
+                .ok_or_else(|| refused(format!("'{part}' must have the form KEY=N, for example layers=2")))?;
             if key == "tie" {
                 shape.tie = value.parse().map_err(|_| refused("tie must be true or false".to_owned()))?;
                 continue;
@@ -118,16 +119,16 @@ impl Shape {
         })
     }
 
-    /// Returns the model description that the loader derives from it.
+    /// Returns the model configuration that the loader derives from this config.json.
     ///
     /// # Errors
-    /// When the loader would refuse it.
+    /// Fails when the model loader would refuse the shape.
     pub fn model_config(&self) -> Result<ModelDescription, BenchError> {
         ModelDescription::from_json("config.json", &self.config_json())
             .map_err(|error| BenchError::Shape(format!("--shape: {error}")))
     }
 
-    /// The token that ends a sequence: the last one.
+    /// Returns the id of the end-of-sequence token, which is the last id of the vocabulary.
     pub fn eos(&self) -> usize {
         self.vocab - 1
     }
@@ -138,14 +139,14 @@ impl Shape {
 pub struct Weights {
     /// Weights of the linear layers.
     pub linear: u64,
-    /// Weights of the head.
+    /// Weights of the output head.
     pub head: u64,
-    /// Weights of the adapter on every linear layer.
+    /// Weights of a LoRA adapter on every linear layer.
     pub lora: u64,
 }
 
 impl Weights {
-    /// Counts the weights of a model with an adapter of this rank.
+    /// Counts the weights of a model with a LoRA adapter of this rank.
     pub fn of(config: &ModelDescription, lora_r: u32) -> Weights {
         let matrices = linear_shapes(config).map(|(_, outputs, inputs)| (outputs * inputs, outputs + inputs));
         let (linear, sides) = matrices.into_iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
@@ -156,21 +157,22 @@ impl Weights {
         }
     }
 
-    /// Minimum number of bytes that one decode step reads: matrices with this many bytes per value, and the adapter in f32.
+    /// Returns the minimum number of bytes that one decode step reads: every matrix with `value_bytes` per weight, and
+    /// the adapter in f32.
     pub fn bytes_per_step(&self, value_bytes: u64) -> u64 {
         (self.linear + self.head) * value_bytes + self.lora * 4
     }
 
-    /// Floating-point operations of forward and dX (the weights are frozen) over this many tokens, of which the head processes
-    /// `scored`; recomputation is not counted.
+    /// Returns the FLOPs of the forward pass and dX over this many tokens, of which the output head processes `scored`. The
+    /// base weights are frozen and have no gradient; recomputation is not counted.
     pub fn training_flops(&self, tokens: u64, scored: u64) -> f64 {
-        // The gradient of the adapter's own weights is a third product.
+        // The gradient of the adapter's own weights needs a third matrix product, beside forward and dX.
         let body = 4 * self.linear + 6 * self.lora;
         body as f64 * tokens as f64 + (4 * self.head) as f64 * scored as f64
     }
 }
 
-/// Name, outputs and inputs of a layer's matrices.
+/// Returns the name and the numbers of outputs and inputs of each weight matrix of a layer.
 pub fn linear_shapes(config: &ModelDescription) -> [(&'static str, usize, usize); 7] {
     let (hidden, inter) = (config.hidden_size, config.intermediate_size);
     let (q, kv) = (config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim);

@@ -21,13 +21,13 @@ use crate::spec::Plan;
 pub struct StepFigures {
     /// Completion tokens per step (the mean if completions end early).
     pub completion_tokens: f64,
-    /// Prompt and completion tokens per step, as TRL counts them.
+    /// Prompt and completion tokens per step, as TRL counts them: each prompt once per completion.
     pub tokens: f64,
-    /// The minimum of each duration.
+    /// The minimum over the measured steps of each duration.
     pub fastest: StepTimes,
-    /// The median of each duration.
+    /// The median over the measured steps of each duration.
     pub median: StepTimes,
-    /// Whether a step was measured; false: the figures are those of the warm-up.
+    /// Whether any step was measured; false = the figures are those of the warm-up step.
     pub warm: bool,
     /// Number of measured steps.
     pub steps: usize,
@@ -63,10 +63,10 @@ pub struct StepTimes {
     pub train_tok_s: f64,
 }
 
-/// Runs one step to warm up, and then the measured ones.
+/// Runs one step to warm up, and then the steps that are measured.
 ///
 /// # Errors
-/// When the settings are not a valid job, or the engine fails.
+/// Fails when the settings are not a valid job, or the engine fails.
 pub fn measure(setting: &Setting<'_>) -> Result<StepFigures, BenchError> {
     let args = setting.args;
     let steps = u64::from(args.steps) + 1;
@@ -87,7 +87,9 @@ pub fn measure(setting: &Setting<'_>) -> Result<StepFigures, BenchError> {
     match ended {
         Ok(()) => Ok(clock.figures()),
         Err(RunEnd::Failed(error)) => Err(error.into()),
-        Err(end @ (RunEnd::Stopped(_) | RunEnd::Panicked)) => Err(BenchError::Job(format!("it ended early: {end}"))),
+        Err(end @ (RunEnd::Stopped(_) | RunEnd::Panicked)) => {
+            Err(BenchError::Job(format!("the measured run ended early: {end}")))
+        }
     }
 }
 
@@ -113,17 +115,17 @@ fn input<'a>(
     }
 }
 
-/// The engine's host: computes rewards by a formula, and records the time of every step's end.
+/// The engine's callbacks for the measured run: compute rewards by a formula, and record when each step ends.
 struct Clock<'a> {
     setting: &'a Setting<'a>,
     estimate_mib: f64,
     begun: Instant,
-    /// Start of the first phase after loading.
+    /// When the first phase after loading the model began.
     phase_begun: Option<Instant>,
     ends: Vec<(Instant, Metrics)>,
-    /// Mean completion tokens, one entry per step.
+    /// Mean number of completion tokens of each step.
     completion_tokens: Vec<f64>,
-    /// Whether the parent no longer reads the figures.
+    /// Whether the parent process has closed the pipe that the figures are written to.
     output_closed: bool,
 }
 
@@ -161,7 +163,7 @@ impl Host for Clock<'_> {
 }
 
 impl Clock<'_> {
-    /// Figures of every step but the first; of the first if there is no other.
+    /// Computes the figures from all steps but the first, which is the warm-up; from the first if there is no other.
     fn figures(&self) -> StepFigures {
         let warm = self.ends.len() > 1;
         let measured = &self.ends[usize::from(warm)..];

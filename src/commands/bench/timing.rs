@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-/// Maximum number of repetitions, however short they are.
+/// Maximum number of repetitions of a measurement, however short they are.
 const MAX_REPETITIONS: usize = 10_000;
 
-/// Minimum interval between two progress reports.
+/// Minimum interval between two reports of a measurement's progress.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Durations of a repeated piece of work, in seconds.
+/// Durations of the repetitions of a measured operation, in seconds.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
     /// Duration of the fastest repetition: other programs on the machine only add to it.
@@ -20,7 +20,7 @@ pub struct Timing {
 }
 
 impl Timing {
-    /// Computes the figures from measured seconds; zeros without any.
+    /// Computes the statistics of measured durations in seconds; zeros if there are none.
     pub fn of(mut seconds: Vec<f64>) -> Timing {
         seconds.sort_by(f64::total_cmp);
         let at = |index: usize| seconds.get(index).copied().unwrap_or_default();
@@ -28,7 +28,7 @@ impl Timing {
         Timing { min_s: at(0), median_s, repetitions: seconds.len() }
     }
 
-    /// Uses the duration of the warm-up, while nothing else is measured.
+    /// Uses the duration of the warm-up run until a repetition is measured.
     pub fn of_warm_up(seconds: f64) -> Timing {
         Timing { repetitions: 0, ..Timing::of(vec![seconds]) }
     }
@@ -42,16 +42,16 @@ impl Timing {
 /// Runs `work` once to warm up, then at least this many times and for at least this long.
 ///
 /// # Errors
-/// The first error of `work`.
+/// Returns the first error of `work`.
 pub fn repeat<E>(times: usize, seconds: f64, work: impl FnMut() -> Result<(), E>) -> Result<Timing, E> {
     repeat_reporting(times, seconds, work, |_| Ok(()))
 }
 
-/// Like [`repeat`], and reports the figures after each repetition including the warm-up, except after short ones, so that an
+/// Like [`repeat`], but also calls `report` after the warm-up and after each repetition that is not short, so that an
 /// interrupted run keeps its results.
 ///
 /// # Errors
-/// The first error of `work` or `report`.
+/// Returns the first error of `work` or `report`.
 pub fn repeat_reporting<E>(
     times: usize,
     seconds: f64,

@@ -21,11 +21,11 @@ const MIN_SECONDS: f64 = 0.1;
 /// Results of the training part.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TrainingFigures {
-    /// Number of tokens as TRL counts them: completions · (prompt + completion).
+    /// Number of tokens as TRL counts them, with each prompt once per completion: completions · (prompt + completion).
     pub tokens: u64,
-    /// Number of tokens without repeated prompts: prompts · prompt + completions · completion.
+    /// Number of tokens when each prompt is counted once: prompts · prompt + completions · completion.
     pub shared_tokens: u64,
-    /// Whether a repetition was measured; false: the figures are those of the warm-up.
+    /// Whether any repetition was measured; false = the figures are those of the warm-up run.
     pub warm: bool,
     /// Number of measured repetitions.
     pub repetitions: usize,
@@ -37,8 +37,8 @@ pub struct TrainingFigures {
     pub median_seconds: f64,
     /// `tokens` per second of the fastest repetition.
     pub tok_s: f64,
-    /// Speed of forward and dX of the unrepeated tokens in 1e9 FLOPs per second, the head only at completions, nothing recomputed,
-    /// in the fastest repetition.
+    /// Speed of the forward pass and dX in the fastest repetition, in 1e9 FLOPs per second. Counts each prompt once and the
+    /// output head only at completion tokens, and no recomputation.
     pub gflop_s: f64,
     /// Duration of log-probs without gradient and without adapter in the fastest repetition, in seconds; None until measured.
     pub score_seconds: Option<f64>,
@@ -51,14 +51,14 @@ pub struct TrainingFigures {
     /// The server's estimate in MiB for a job with these settings, for the memory whose peak is measured, without optimizer
     /// moments, which this part does not have. None if the server would refuse the job.
     pub estimate_mib: Option<f64>,
-    /// Present with `--profile` on a GPU: the kernels of one forward and backward pass.
+    /// Kernel times of one forward and backward pass; None without `--profile` or on the CPU.
     pub profile: Option<ProfileFigures>,
 }
 
 /// Measures forward and backward passes, then log-probs.
 ///
 /// # Errors
-/// When the engine fails.
+/// Fails when the engine fails.
 pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
     let policy = policy(setting)?;
     let args = setting.args;
@@ -80,7 +80,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
     let most = args.micro_batch_tokens.unwrap_or(by_default) as usize;
     let batches = micro_batches(&lengths, NonZeroUsize::new(generations).unwrap_or(NonZeroUsize::MIN), most);
     let mut gradient = policy.zero_gradient()?;
-    // Both signs, as in real advantages: a backward pass with zero gradients could be skipped.
+    // Gradients of both signs, like real advantages; with zero gradients the engine could skip the backward pass.
     let mut loss = |scores: &[RowScore]| {
         let of_row = |(row, score): (usize, &RowScore)| {
             vec![if row.is_multiple_of(2) { 1e-3 } else { -1e-3 }; score.logps.len()]

@@ -1,4 +1,4 @@
-//! Checks with valid requests: one sample, groups, unusual completions, large batches.
+//! Checks a reward service with valid requests: one sample, groups, unusual completions, large batches.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ pub(super) const NO_ANSWER: &str = "answer every request for rewards with 200 an
     [{\"sample_id\": …, \"reward\": NUMBER}, …]}; a sample that cannot be scored gets \"reward\": null and an \"error\"";
 
 impl Check {
-    /// Sends one sample. Returns whether the service answers at all.
+    /// Checks a request with one sample. Returns whether the service answers at all.
     pub(super) async fn single(&mut self) -> bool {
         let one = vec![self.samples[0].clone()];
         match self.ask(&one).await {
@@ -37,7 +37,7 @@ impl Check {
         }
     }
 
-    /// Checks the fields around the rewards.
+    /// Checks the fields of an answer other than the rewards: `id`, content type.
     pub(super) async fn envelope(&mut self) {
         let id = new_id();
         let body = self.request(&id, &self.samples[..1]).to_string();
@@ -191,9 +191,9 @@ impl Check {
                 like("word and number 4. ".repeat(LONG_COMPLETION_CHARS / 19)),
             ),
             ("cut_completion", "a truncated completion (finish_reason \"length\")", cut),
-            ("no_columns", "a row without messages and other columns", plain),
-            ("odd_columns", "a row with columns of every JSON type", columns),
-            ("other_ids", "a sample that is neither s_0 nor in g_0", lone),
+            ("no_columns", "a row without chat messages and without columns besides the prompt", plain),
+            ("odd_columns", "a row whose columns have every JSON type", columns),
+            ("other_ids", "a sample whose id is not s_0 and whose group is not g_0", lone),
         ];
         for (check, what, sample) in cases {
             let one = vec![sample];
@@ -298,7 +298,7 @@ impl Check {
         self.samples.iter().cycle().take(count).enumerate().map(sample).collect()
     }
 
-    /// Returns the problems of an answer, sample by sample.
+    /// Returns the problems of the results in an answer, sample by sample.
     pub(super) fn problems(&self, answer: &Answer, samples: &[RewardSample]) -> Vec<String> {
         let mut problems = Vec::new();
         let absent: Vec<&str> = samples
@@ -320,15 +320,17 @@ impl Check {
     }
 }
 
-/// Describes the result of one sample.
+/// Describes the result that the service returned for one sample.
 fn describe_result(found: &Found) -> String {
     match found {
         Found::Judged(judgement) => match (&judgement.error, judgement.value.number()) {
             (Some(error), _) => format!("no reward ({}: {})", error.code, error.message),
             (None, Some(number)) => format!("reward {number}"),
-            (None, None) => "does not apply (null)".to_owned(),
+            (None, None) => "the reward does not apply (null)".to_owned(),
         },
-        Found::Retryable(error) => format!("no reward for now ({}: {})", error.code, error.message),
+        Found::Retryable(error) => {
+            format!("no reward yet, the sample may be sent again ({}: {})", error.code, error.message)
+        }
         Found::Invalid(what) => what.clone(),
         Found::Absent => "no result".to_owned(),
     }

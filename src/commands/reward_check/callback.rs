@@ -1,4 +1,4 @@
-//! Asynchronous answers: 202 first, the rewards later by callback or at a status URL.
+//! Checks asynchronous answers: 202 first, the rewards later by callback or at a status URL.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,7 +31,7 @@ const ASK_STATUS: Duration = Duration::from_millis(500);
 pub(super) struct Listen {
     /// Listen address HOST:PORT; port 0 = a free one.
     pub on: String,
-    /// URL at which the service reaches the address; None = the address itself.
+    /// URL at which the service reaches the callback address; None = the address itself.
     pub url: Option<String>,
 }
 
@@ -51,7 +51,8 @@ struct Inbox {
 type Shared = Arc<Mutex<Inbox>>;
 
 impl Check {
-    /// Offers both response modes, as a server with a public address does, and accepts either.
+    /// Checks asynchronous answers. The request offers both response modes, as a server with a public address does, and the
+    /// service may use either.
     pub(super) async fn asynchronous(&mut self) {
         let modes = self.ping.as_ref().and_then(|ping| ping.modes.clone()).unwrap_or_default();
         let offers = modes.iter().any(|mode| mode == "async");
@@ -86,7 +87,8 @@ impl Check {
         let app = Router::new().route("/reward-callbacks/{id}", post(take)).with_state(inbox.clone());
         let server = tokio::spawn(async move { axum::serve(listener, app).await });
         let mut request = self.request(&id, &samples);
-        // A service without asynchronous mode answers immediately; one with both modes may choose.
+        // The request lists the mode first that the service announced. A service without asynchronous mode answers immediately;
+        // one with both may choose.
         request["reply"] = json!({
             "modes": if offers { json!(["async", "sync"]) } else { json!(["sync", "async"]) },
             "callback_url": format!("{base}/reward-callbacks/{id}"), "token": token,
@@ -209,7 +211,7 @@ impl Check {
 }
 
 impl Inbox {
-    /// Stores the first result per sample. Returns the numbers of accepted, duplicate and unknown results.
+    /// Stores the first result of each sample in a callback. Returns the numbers of accepted, duplicate and unknown results.
     fn accept(&mut self, body: &Value) -> (u64, u64, u64) {
         let (mut accepted, mut duplicate, mut unknown) = (0, 0, 0);
         for result in body.get("results").and_then(Value::as_array).into_iter().flatten() {
@@ -237,21 +239,21 @@ async fn take(State(inbox): State<Shared>, Path(id): Path<String>, headers: Head
     let given = headers.get("authorization").and_then(|value| value.to_str().ok()).unwrap_or_default();
     inbox.callbacks += 1;
     if id != inbox.id {
-        inbox.problems.push("it went to the callback address of another request".to_owned());
+        inbox.problems.push("a callback went to the callback address of another request".to_owned());
         return StatusCode::NOT_FOUND.into_response();
     }
     if given != format!("Bearer {}", inbox.token) {
         inbox
             .problems
-            .push("it does not carry 'authorization: Bearer TOKEN' with this request's reply.token".to_owned());
+            .push("a callback does not carry 'authorization: Bearer TOKEN' with this request's reply.token".to_owned());
         return StatusCode::UNAUTHORIZED.into_response();
     }
     let Ok(body) = serde_json::from_slice::<Value>(&body) else {
-        inbox.problems.push("its body is not JSON".to_owned());
+        inbox.problems.push("the body of a callback is not JSON".to_owned());
         return StatusCode::UNPROCESSABLE_ENTITY.into_response();
     };
     if body.get("results").is_some_and(|results| !results.is_array()) {
-        inbox.problems.push("its 'results' is not a list".to_owned());
+        inbox.problems.push("the 'results' of a callback are not a list".to_owned());
         return StatusCode::UNPROCESSABLE_ENTITY.into_response();
     }
     let (accepted, duplicate, unknown) = inbox.accept(&body);

@@ -1,4 +1,4 @@
-//! Checks of repeated and concurrent requests, and of latency.
+//! Checks a reward service with repeated and concurrent requests, and measures its latency.
 
 use futures::future::join_all;
 
@@ -14,7 +14,7 @@ const CONCURRENT: usize = 8;
 const TIMED: usize = 12;
 
 impl Check {
-    /// Sends the same request twice, as after a lost response, and the same samples under another id.
+    /// Checks retries: sends the same request twice, as after a lost response, and the same samples under another request id.
     pub(super) async fn repeat(&mut self) {
         let samples = self.samples.clone();
         let id = new_id();
@@ -37,12 +37,13 @@ impl Check {
         }
     }
 
-    /// Sends several concurrent requests, each with other samples.
+    /// Checks concurrent requests: sends several together, each with other samples.
     pub(super) async fn concurrency(&mut self) {
         let requests: Vec<(String, Vec<RewardSample>, String)> = (0..CONCURRENT)
             .map(|at| {
                 let mut samples = self.samples.clone();
-                // Equal ids with different completions: an answer to another request would be noticed.
+                // The requests use equal sample ids for different completions, so that an answer meant for another request is
+                // noticed.
                 samples.rotate_left(at % self.samples.len().max(1));
                 for (index, sample) in samples.iter_mut().enumerate() {
                     sample.sample_id = format!("s_{index}");
@@ -89,7 +90,7 @@ impl Check {
         }
     }
 
-    /// Measures how long one group takes.
+    /// Measures the latency of requests with one group.
     pub(super) async fn latency(&mut self) {
         let first = self.samples[0].group_id.clone();
         let group: Vec<RewardSample> = self.samples.iter().filter(|sample| sample.group_id == first).cloned().collect();

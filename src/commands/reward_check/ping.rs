@@ -8,7 +8,7 @@ use crate::reward::webhook::PingReply;
 use crate::reward::webhook::answer::name;
 
 impl Check {
-    /// Checks that the service is reachable.
+    /// Checks that the service answers `reward.ping`.
     pub(super) async fn ping(&mut self) -> bool {
         let id = new_id();
         let body = json!({"type": "reward.ping", "version": "1", "id": id}).to_string();
@@ -20,7 +20,7 @@ impl Check {
                 return false;
             }
         };
-        let detail = format!("answered {} to reward.ping{}", got.status, got.excerpt());
+        let detail = format!("the service answered {} to reward.ping{}", got.status, got.excerpt());
         match got.status {
             200..=299 => {
                 let (outcome, detail, fix) = self.read_ping(&got);
@@ -57,10 +57,14 @@ impl Check {
         true
     }
 
-    /// Reads the capabilities of a service. Invalid fields become warnings with a fix.
+    /// Reads the capabilities that the service announces in its answer to the ping. Invalid fields become warnings with a fix.
     fn read_ping(&mut self, got: &Got) -> (Outcome, String, String) {
         if got.body.iter().all(u8::is_ascii_whitespace) {
-            return (Outcome::Ok, format!("answered {} without announcing capabilities", got.status), String::new());
+            return (
+                Outcome::Ok,
+                format!("the service answered {} without announcing capabilities", got.status),
+                String::new(),
+            );
         }
         let fix = "answer {\"max_batch_samples\": 64, \"modes\": [\"sync\"], \"range\": [0, 1]}, or send no body";
         let warn = |detail: String| (Outcome::Warning, detail, fix.to_owned());
@@ -89,6 +93,6 @@ impl Check {
             }
         }
         self.ping = serde_json::from_value::<PingReply>(value.clone()).ok();
-        (Outcome::Ok, format!("answered {} and announces {value}", got.status), String::new())
+        (Outcome::Ok, format!("the service answered {} and announces {value}", got.status), String::new())
     }
 }

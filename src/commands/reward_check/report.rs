@@ -1,4 +1,4 @@
-//! The findings of a check.
+//! The findings of `rlood reward check`.
 
 use std::fmt;
 
@@ -6,21 +6,21 @@ use serde::Serialize;
 
 use crate::reward::webhook::PingReply;
 
-/// The outcome of one check.
+/// The outcome of one check of a reward service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// The service follows the contract.
+    /// The service follows the reward contract in this check.
     Ok,
     /// The service works, but should be improved.
     Warning,
-    /// The service violates the contract, and jobs will fail or lose samples.
+    /// The service violates the reward contract: jobs will fail or lose samples.
     Failed,
     /// The check did not run; the detail says why.
     Skipped,
 }
 
-/// The result of one check.
+/// The result of one check of a reward service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
     /// Stable name of the check in snake_case.
@@ -78,12 +78,12 @@ impl Latency {
     }
 }
 
-/// All results of a check.
+/// All results of `rlood reward check` for one service.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
     /// URL of the service without its query.
     pub url: String,
-    /// Whether no check has failed.
+    /// Whether the service passed: no check has failed.
     pub ok: bool,
     /// Results in the order of the checks.
     pub findings: Vec<Finding>,
@@ -99,16 +99,16 @@ impl Report {
         Self { url, ok, findings, ping, latency_ms: Latency::of(latencies) }
     }
 
-    /// Number of checks with this outcome.
+    /// Returns the number of checks with this outcome.
     pub fn count(&self, outcome: Outcome) -> usize {
         self.findings.iter().filter(|finding| finding.outcome == outcome).count()
     }
 
-    /// The last line of the report.
+    /// Returns the last line of the report: the verdict and the counts.
     pub fn summary(&self) -> String {
         let [ok, warnings, failed, skipped] =
             [Outcome::Ok, Outcome::Warning, Outcome::Failed, Outcome::Skipped].map(|outcome| self.count(outcome));
-        let verdict = if self.ok { "follows the contract" } else { "does not follow the contract" };
+        let verdict = if self.ok { "follows the reward contract" } else { "does not follow the reward contract" };
         format!("{} {verdict}: {ok} ok, {warnings} warnings, {failed} failed, {skipped} skipped", self.url)
     }
 }

@@ -1,4 +1,4 @@
-//! Sends the requests of a check: valid ones, and some that a job would never send.
+//! Sends the requests of `rlood reward check`: valid ones, and some that a job would never send.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -8,20 +8,20 @@ use reqwest::{Client, Url};
 use crate::reward::signature::Key;
 use crate::reward::signed_post::SendError;
 
-/// Maximum size of a response in bytes, as in a job; the rest of a larger one is not received.
+/// Maximum size of a response in bytes, the same as in a job. Reading stops there.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// Connection settings of the service.
+/// The connection to the reward service: client, URL, headers, signing key, time limit.
 pub(super) struct Wire {
     pub client: Client,
     pub url: Url,
-    /// Headers given by the user.
+    /// Headers given with `--header`.
     pub headers: HeaderMap,
     pub key: Option<Key>,
     pub timeout: Duration,
 }
 
-/// How a request is signed. Without a key only `Right` is used, and the request is unsigned.
+/// How a request to the service is signed. Without a key every request is unsigned and counts as `Right`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Signing {
     /// A valid signature, as in a job.
@@ -54,7 +54,7 @@ impl Got {
         (200..300).contains(&self.status)
     }
 
-    /// The beginning of the body, for people.
+    /// Returns the beginning of the response body, to quote it in a finding.
     pub fn excerpt(&self) -> String {
         let text: String = String::from_utf8_lossy(&self.body).trim().chars().take(160).collect();
         if text.is_empty() { String::new() } else { format!(": {text}") }
@@ -62,7 +62,7 @@ impl Got {
 }
 
 impl Wire {
-    /// Sends one POST. The error says why there was no response.
+    /// Sends one POST request to the service. The error says why there was no response.
     pub async fn post(&self, id: &str, body: &str, signing: Signing) -> Result<Got, String> {
         self.send(
             self.client.post(self.url.clone()).headers(self.request_headers(id, body, signing)).body(body.to_owned()),
@@ -70,7 +70,7 @@ impl Wire {
         .await
     }
 
-    /// Sends one GET to another address of the service, with only the user's headers.
+    /// Sends one GET request to another URL of the service, such as its `status_url`, with only the user's headers.
     pub async fn get(&self, url: Url) -> Result<Got, String> {
         self.send(self.client.get(url).headers(self.headers.clone())).await
     }

@@ -27,7 +27,7 @@ const MAX_DOCUMENT_BYTES: usize = 64 * 1024;
 /// Maximum size of one adapter file, in bytes.
 const MAX_FILE_BYTES: u64 = 64 << 30;
 
-/// Receives the files of a request in any of the accepted forms.
+/// Receives the adapter files of a request: as a form, a tar, or the name of a hub repository.
 pub(super) async fn receive(
     state: &AppState,
     caller: &Caller,
@@ -90,7 +90,7 @@ async fn read_form(state: &AppState, mut form: Multipart, mut name: Option<Strin
             name = checked_name(Some(short_text(part).await?))?;
             continue;
         }
-        // The field's name decides, or else the file name of the field.
+        // Which adapter file a form field contains is given by the field's name, otherwise by its file name.
         let Some(file) = FILES.into_iter().find(|file| called.iter().any(|name| name == file)) else {
             let other = shortened(&called[0]);
             return Err(bad_form(format!(
@@ -113,7 +113,7 @@ async fn read_form(state: &AppState, mut form: Multipart, mut name: Option<Strin
     Ok(Sent { name, dir, origin: None })
 }
 
-/// Writes a stream to a file as it arrives. The bytes are on disk (synced) when this function returns.
+/// Writes the bytes of an upload to a file as they arrive. They are synced to disk when this function returns.
 async fn write<E>(
     state: &AppState,
     path: &Path,
@@ -145,7 +145,7 @@ async fn write<E>(
     file.sync_all().await.map_err(Problem::internal)
 }
 
-/// Extracts the two files from the tar in a staged directory.
+/// Extracts the two adapter files from the uploaded tar in a staging directory.
 async fn unpack(state: &AppState, dir: StagedDir) -> Result<StagedDir, Problem> {
     let room = state.files.free_bytes()?.saturating_sub(state.config.edge.disk_reserve_bytes);
     let unpacked = state.files.in_background(move |_| {
@@ -193,7 +193,7 @@ fn take(tar: &Path, to: &Path, mut room: u64) -> Result<(), String> {
     }
 }
 
-/// Copies a file. Its bytes are on disk (synced) when this function returns.
+/// Copies an adapter file. Its bytes are synced to disk when this function returns.
 pub(super) fn copy(from: &Path, to: &Path) -> Result<(), FilesError> {
     let copied = std::fs::copy(from, to).and_then(|_| File::open(to)?.sync_all());
     copied.map_err(|source| FilesError::Io { doing: "copy a file to", path: to.to_owned(), source })

@@ -22,19 +22,19 @@ use crate::listen::{Connection, is_event_stream};
 
 /// Maximum number of event streams per key. On a server without keys the limit is per address.
 const MAX_STREAMS: usize = 50;
-/// Interval between two checks of a credential.
+/// Interval between two checks that a stream's credential is still valid.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
-/// `Retry-After` of a refused stream, in seconds.
+/// `Retry-After` of a refused event stream, in seconds.
 const RETRY_AFTER_S: u64 = 5;
 
-/// The open event streams, counted per holder.
+/// The open event streams, counted per API key or address.
 #[derive(Debug, Default)]
 pub struct Streams {
     open: Mutex<HashMap<Holder, usize>>,
     watches: Watches,
 }
 
-/// The key or address whose streams are counted together.
+/// The API key or IP address whose open event streams are counted together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Holder {
     Key(KeyId),
@@ -52,7 +52,7 @@ impl Holder {
     }
 }
 
-/// One counted stream of a holder. Dropping it releases the slot.
+/// One counted event stream of a key or address. Dropping the value decrements the count.
 #[derive(Debug)]
 struct Place {
     streams: Arc<Streams>,
@@ -91,8 +91,8 @@ pub(super) struct Asker {
     pub(super) connection: Option<Connection>,
 }
 
-/// Passes a response through. An event stream counts against the limits of its key and its connection, and ends when
-/// its credential becomes invalid.
+/// Passes a response through unchanged, unless it is an event stream: a stream counts against the limits of its key and its
+/// connection, and ends when its credential becomes invalid.
 pub(super) fn bounded(state: &AppState, asker: Asker, response: Response) -> Response {
     if !is_event_stream(&response) {
         return response;
@@ -114,7 +114,7 @@ pub(super) fn bounded(state: &AppState, asker: Asker, response: Response) -> Res
         let over = Box::pin(async move { watch.over.cancelled().await });
         let held = (of_connection, of_holder);
         let pieces = body.into_data_stream().take_until(over).map(move |piece| {
-            // The slot is released when the stream is dropped.
+            // The stream's count is decremented when the stream is dropped.
             let _held = &held;
             piece
         });
@@ -124,7 +124,7 @@ pub(super) fn bounded(state: &AppState, asker: Asker, response: Response) -> Res
 
 /// Returns when a credential is no longer valid.
 pub(super) async fn over(state: &AppState, credential: &Credential) {
-    // Most responses are complete long before this, and need no watch.
+    // Most responses are complete long before this time, and need no check of their credential.
     tokio::time::sleep(super::RECHECK_AFTER).await;
     let watch = state.streams.watch(state, credential);
     watch.over.cancelled().await;
@@ -149,11 +149,11 @@ impl Streams {
     }
 }
 
-/// The watched credentials, by digest.
+/// The periodic checks of credentials with open event streams, by digest of the credential.
 #[derive(Debug, Default)]
 struct Watches(Mutex<HashMap<[u8; 32], Weak<Watch>>>);
 
-/// The shared check of one credential. It ends when its last user is dropped.
+/// The periodic check of one credential, shared by its event streams. It ends when the last stream is dropped.
 #[derive(Debug)]
 struct Watch {
     over: CancellationToken,
@@ -161,7 +161,8 @@ struct Watch {
 }
 
 impl Watches {
-    /// Returns the watch of a credential. `check` creates the future that tells whether the credential is no longer valid.
+    /// Returns the periodic check of a credential, or starts one. `check` creates the future that returns whether the
+    /// credential is no longer valid.
     fn join<L, F>(&self, credential: [u8; 32], check: impl FnOnce() -> L) -> Arc<Watch>
     where
         L: Fn() -> F + Send + 'static,
@@ -230,7 +231,7 @@ mod tests {
             watch.over.cancelled().await;
         }
         assert_eq!(checks.load(Ordering::Relaxed), 4);
-        // A credential can become valid again; without open streams no checks run.
+        // A credential can become valid again after it was refused. Without open streams no checks run.
         let again = join([1; 32], usize::MAX);
         assert!(!again.over.is_cancelled());
         drop((mine, again));

@@ -1,4 +1,4 @@
-//! Authenticates workers by the worker token or by a key, and checks again while they wait.
+//! Authenticates workers by the worker token or by a key, and checks the credential again while a worker waits for a job.
 
 use axum::extract::{FromRequestParts, Request, State};
 use axum::http::HeaderMap;
@@ -35,7 +35,7 @@ pub async fn require_worker(State(state): State<AppState>, mut request: Request,
 pub struct WorkerPass(HeaderMap);
 
 impl WorkerPass {
-    /// Answers 401 if the key was revoked in the meantime.
+    /// Answers 401 if the worker's key was revoked while the request waited.
     pub async fn check(&self, state: &AppState) -> Result<(), Problem> {
         check_worker(state, &self.0).await
     }
@@ -58,7 +58,7 @@ async fn admit_worker(state: &AppState, client: Client, headers: &HeaderMap) -> 
     match &checked {
         Ok(()) => state.failures.record(client, shown, true),
         Err(problem) if problem.code() == Code::Unauthorized => state.failures.record(client, shown, false),
-        // The result of a database error: neither valid nor invalid.
+        // After a database error the validity of the token is unknown, so it counts neither as success nor as failure.
         Err(_) => {}
     }
     checked

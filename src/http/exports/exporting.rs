@@ -1,4 +1,4 @@
-//! Runs exports, one after another.
+//! Runs queued exports of checkpoints, one after another.
 
 use serde_json::json;
 use tokio::sync::mpsc;
@@ -15,7 +15,7 @@ use crate::supervisor::one_shot::Exports;
 /// How long the files of an export are kept, in ms.
 const RETENTION_MS: i64 = 7 * 24 * 3600 * 1000;
 
-/// Runs queued exports until the server stops.
+/// Runs queued exports of checkpoints until the server stops.
 pub(crate) async fn run(state: AppState, exports: Exports) {
     tasks::run(state, Exporting(exports)).await;
 }
@@ -55,7 +55,7 @@ impl Work for Exporting {
 
     async fn clean(&self, state: &AppState, row: &TaskRow) {
         let (files, id) = (state.files.clone(), row.id.clone());
-        // Files that cannot be removed now are removed at the next start.
+        // An error is ignored: files of a failed export that cannot be removed now are removed at the next start of the server.
         let _ = tokio::task::spawn_blocking(move || files.export_remove(&id)).await;
     }
 }

@@ -16,7 +16,7 @@ pub(super) fn parse_object<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Probl
         Some(b'n') => "null",
         Some(_) => "a number",
     };
-    // A syntax error is reported first.
+    // The whole body is parsed first, so that a syntax error is reported before the wrong type.
     parse_json::<serde::de::IgnoredAny>(bytes)?;
     let detail = format!("the body must be a JSON object, not {kind}");
     Err(Problem::new(Code::InvalidBody, detail.clone()).item("", "invalid", detail))
@@ -92,7 +92,7 @@ fn describe_type_error(text: &str) -> String {
         return format!("must be {expected}");
     }
     let Some(found) = said.strip_prefix("invalid type: ") else { return text.to_owned() };
-    // The value follows the kind: `string "…"`, `integer `7``.
+    // serde's message names the JSON type and then the value, as in `string "…"` or "integer `7`"; only the type is kept.
     let kinds = [
         ("null", "null"),
         ("unit", "null"),

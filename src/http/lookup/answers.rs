@@ -1,4 +1,5 @@
-//! The rows of a warm-up: found like prompts, mapped if the job has a mapping, and checked for answers.
+//! Loads the rows of a job's warm-up (supervised training before RLOO): found like prompts, mapped if the job has a mapping,
+//! and checked for answers.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,10 +13,10 @@ use crate::http::prompts::{Place, Prompts, Source};
 use crate::spec::{DatasetSource, FieldError, JobSpec, PromptLengths, Warning};
 
 const AT: &str = "/warm_up/dataset";
-/// Maximum number of rows that are reported.
+/// Maximum number of invalid warm-up rows to report.
 const MAX_FAILURES: usize = 5;
 
-/// Loads the rows of the job's warm-up. Inline records are taken out of the job. Missing or invalid rows are errors of the job.
+/// Loads the rows of the job's warm-up. Inline records are moved out of the job. Missing or invalid rows are errors of the job.
 pub(super) async fn find(
     state: &AppState,
     caller: &Caller,
@@ -25,7 +26,7 @@ pub(super) async fn find(
 ) -> Result<Option<Prompts>, Problem> {
     let Some(warm_up) = &mut spec.warm_up else { return Ok(None) };
     let map = warm_up.map.clone();
-    // A hub dataset is mapped while it is read.
+    // The rows of a hub dataset are already mapped when they are read.
     let is_mapped_later = map.is_some() && !matches!(warm_up.dataset, Some(DatasetSource::Hub(_)));
     let place = Place { answers: true, ..Place::new(AT, chat_default) };
     let found = Prompts::find(state, caller, warm_up.dataset.as_mut(), &place, errors).await?;
@@ -44,7 +45,7 @@ pub(super) async fn find(
     }
 }
 
-/// Returns the rows as a file to convert.
+/// Returns the warm-up rows as a file to which the mapping can be applied.
 async fn files_of(state: &AppState, rows: Prompts) -> Result<Files, Problem> {
     let origin = rows.source.origin().unwrap_or_else(|| json!({}));
     match rows.source {
@@ -63,7 +64,7 @@ async fn files_of(state: &AppState, rows: Prompts) -> Result<Files, Problem> {
     }
 }
 
-/// Checks each row's answer and counts its tokens, until `stop` is set. Blocking.
+/// Checks the answer of each warm-up row and counts its tokens, until `stop` is set. Blocking.
 pub(super) fn measure(
     rows: &mut Prompts,
     model: &Model<'_>,

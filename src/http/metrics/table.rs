@@ -9,7 +9,7 @@ use std::fmt::Write;
 use crate::event::SamplePhase;
 use crate::store::{StepLine, StepLines};
 
-/// The error in a stored object.
+/// Why a stored metrics line cannot be parsed.
 pub(super) type Broken = &'static str;
 
 /// Steps in stored order; training and evaluation of a step share one row.
@@ -17,9 +17,9 @@ pub(super) type Broken = &'static str;
 pub(super) struct Rows {
     /// The objects `{"step":N,…}`, one after the other.
     text: String,
-    /// The step of each row, and the end of its text.
+    /// The step number of each row, and where its text ends in `text`.
     ends: Vec<(u64, usize)>,
-    /// Whether the text was dropped because there were too many rows. Only the steps are known then.
+    /// Whether the text of the rows was dropped because there were too many. Only the step numbers are known then.
     has_no_text: bool,
 }
 
@@ -27,13 +27,14 @@ pub(super) struct Rows {
 #[derive(Debug, Default)]
 pub(super) struct Columns {
     columns: Vec<Column>,
-    /// The column of each key of the previous row, in its order. The next row most likely has the same keys.
+    /// The column index of each key of the previous row, in its order: a fast path, because the next row most likely
+    /// has the same keys.
     likely: Vec<usize>,
 }
 
 #[derive(Debug)]
 struct Column {
-    /// The key as in JSON, with its escapes.
+    /// The metric's name as written in JSON, with escapes.
     key: String,
     values: Vec<f64>,
 }
@@ -57,7 +58,7 @@ impl Rows {
         self.text.truncate(self.ends.last().map_or(0, |(_, end)| *end));
     }
 
-    /// Keeps only the step numbers, also of later rows.
+    /// Drops the text of all rows, including later ones, and keeps only their step numbers.
     pub(super) fn drop_text(&mut self) {
         (self.text, self.has_no_text) = (String::new(), true);
     }
@@ -66,13 +67,13 @@ impl Rows {
         !self.has_no_text
     }
 
-    /// Iterates over the objects.
+    /// Iterates over the JSON objects of the rows.
     pub(super) fn iter(&self) -> impl Iterator<Item = &str> {
         let starts = std::iter::once(0).chain(self.ends.iter().map(|(_, end)| *end));
         starts.zip(&self.ends).filter_map(|(start, (_, end))| self.text.get(start..*end))
     }
 
-    /// Returns some of the rows, by ascending index.
+    /// Returns the rows with these ascending indices.
     pub(super) fn chosen(&self, places: &[usize]) -> Rows {
         let mut chosen = Rows::default();
         for place in places {
@@ -140,7 +141,7 @@ impl Rows {
         let row = self.ends.len();
         self.ends.push((step, self.text.len()));
         if let Some(columns) = columns {
-            // The step itself is not a metric.
+            // The key `step` is not a metric.
             let inner = self.text.get(empty + 1..).unwrap_or_default();
             for (place, entry) in entries_after_brace(inner).enumerate() {
                 let (key, value) = entry?;
@@ -223,7 +224,7 @@ fn entries_after_brace(rest: &str) -> Entries<'_> {
 
 #[derive(Debug)]
 pub(super) struct Entries<'a> {
-    /// The rest of the object; the first error ends it.
+    /// The text of the object that is not parsed yet; after an error, iteration ends.
     rest: Result<&'a str, Broken>,
 }
 
@@ -255,7 +256,7 @@ impl<'a> Iterator for Entries<'a> {
     }
 }
 
-/// Returns the first key and value, and the rest of the text.
+/// Parses the first key and value of an object's text, and returns them with the rest of the text.
 fn entry(text: &str) -> Option<(&str, &str, &str)> {
     let text = text.strip_prefix('"')?;
     let bytes = text.as_bytes();

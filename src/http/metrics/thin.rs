@@ -1,4 +1,4 @@
-//! Downsampling that loses no peak.
+//! Downsampling of metrics that loses no peak.
 
 /// Selects at most `max_points` of `len` rows, in order: the first and the last, and the lowest and highest value of every column
 /// in as many equal intervals as the limit allows. NaN = no value.
@@ -8,7 +8,7 @@ pub(in crate::http) fn kept_rows(columns: &[&[f64]], len: usize, max_points: usi
         let mut kept = Kept::new(len, max_points);
         kept.insert(0);
         kept.insert(len - 1);
-        // The loop stops early when the number of intervals exceeds the limit.
+        // Counting stops as soon as this number of intervals gives more rows than the limit; fewer intervals are tried next.
         for stretch in 0..stretches {
             let range = stretch * len / stretches..(stretch + 1) * len / stretches;
             columns.iter().flat_map(|column| extremes(column, range.clone())).for_each(|row| kept.insert(row));
@@ -21,7 +21,7 @@ pub(in crate::http) fn kept_rows(columns: &[&[f64]], len: usize, max_points: usi
         }
         stretches = (stretches * 3 / 4).min(stretches - 1);
     }
-    // Not even the extremes over all rows are within the limit: keep those of the first columns.
+    // Even one interval gives more rows than the limit: keep the extremes of the first columns only.
     let mut kept = Kept::new(len, max_points);
     for row in columns.iter().flat_map(|column| extremes(column, 0..len)) {
         if kept.count < max_points {
@@ -59,13 +59,14 @@ impl Kept {
     }
 }
 
-/// Rows of the lowest and the highest value (the first of equal ones); empty without values.
+/// Returns the rows with the lowest and the highest value of a column (the first of equal ones); none if the
+/// column has no values.
 fn extremes(column: &[f64], range: std::ops::Range<usize>) -> impl Iterator<Item = usize> {
     let (mut lowest, mut highest) = (None, None);
     let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
     let start = range.start;
     for (row, value) in (start..).zip(column.get(range).unwrap_or_default()) {
-        // Always false for NaN.
+        // A comparison with NaN is always false, so missing values are skipped.
         if *value < low {
             (low, lowest) = (*value, Some(row));
         }

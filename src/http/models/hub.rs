@@ -22,12 +22,12 @@ use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
 /// The metadata of a model before its files are downloaded.
 pub(in crate::http) struct Inspected {
     new: NewHubModel,
-    /// Whether the files are in the operator's cache. Otherwise they must be downloaded.
+    /// Whether the files are in the operator's local cache of huggingface_hub. Otherwise they must be downloaded.
     is_here: bool,
 }
 
 impl Inspected {
-    /// Converts the metadata to a row that is not in the database.
+    /// Converts the metadata to a model row that is not stored in the database.
     pub(in crate::http) fn into_row(self) -> ModelRow {
         let Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready }, is_here: _ } = self;
         let state = if is_ready { "ready" } else { "downloading" };
@@ -45,7 +45,7 @@ impl Inspected {
     }
 }
 
-/// Reads a repository's name and revision; `at` is the field that contains the name.
+/// Parses a hub repository's name and revision; `at` is the request field that contains the name.
 pub(in crate::http) fn parse_repo(at: &str, repo: &str, revision: Option<&str>) -> Result<Repo, Problem> {
     let parsed = match revision {
         None => Repo::parse(RepoKind::Model, repo),
@@ -144,15 +144,15 @@ async fn outline(
     let described = tokio::task::spawn_blocking(move || {
         let (card, files) = read_card(&folder).map_err(|problem| problem.detail().to_owned())?;
         let sha256 = announced_fingerprint(&folder, &files, &plan)?;
-        // The stamp covers the files, which are not downloaded yet.
+        // No stamp of the files yet, because they are not downloaded.
         record(&card, "").map(|card| (card, sha256)).map_err(|problem| problem.detail().to_owned())
     });
     let (card, sha256) = described.await.map_err(Problem::internal)?.map_err(|detail| unusable(&id, &detail))?;
     Ok(Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: false }, is_here: false })
 }
 
-/// The fingerprint that the complete files will have: weights by the announced hashes, small files, which are
-/// present, by their bytes.
+/// Returns the fingerprint that the complete model will have: from the weights' hashes that the hub announces, and from the
+/// bytes of the small files, which are present.
 fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan) -> Result<String, String> {
     let mut hashes = Vec::with_capacity(files.len());
     for file in files {
@@ -165,7 +165,9 @@ fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan)
             _ => {
                 let read =
                     modelcard::hash_files(outline, std::slice::from_ref(file)).map_err(|error| error.to_string())?;
-                read.first().map(|entry| entry.sha256).ok_or_else(|| format!("{}: it cannot be read", file.name))?
+                read.first()
+                    .map(|entry| entry.sha256)
+                    .ok_or_else(|| format!("{}: the file cannot be read", file.name))?
             }
         };
         hashes.push(FileEntry { name: file.name.clone(), size_bytes: file.size_bytes, sha256: digest });
@@ -173,7 +175,7 @@ fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan)
     Ok(modelcard::fingerprint_entries(&hashes))
 }
 
-/// Reads the card that the store keeps of a folder's model, and its fingerprint. Blocking.
+/// Reads the properties of the model in a folder, for the database, and its fingerprint. Blocking.
 pub(in crate::http) fn describe(folder: &FsPath) -> Result<(Value, String), String> {
     let text = |problem: Problem| problem.detail().to_owned();
     let (card, files) = read_card(folder).map_err(text)?;
@@ -207,7 +209,8 @@ pub(in crate::http) async fn register(
     Ok((row, is_new))
 }
 
-/// Returns the model of this id if it has the same repository and revision and did not fail: it stays at its commit.
+/// Returns the registered model of this id if it has the same repository and revision and its download did not fail. Such a
+/// model stays at its commit.
 async fn known(state: &AppState, caller: &Caller, id: &str, repo: &Repo) -> Result<Option<ModelRow>, Problem> {
     let row = match state.store.model_get(id).await {
         Ok(row) => row,
@@ -229,7 +232,8 @@ async fn known(state: &AppState, caller: &Caller, id: &str, repo: &Repo) -> Resu
     }
 }
 
-/// Resumes the downloads that the last process left. Tokens of requests were not stored.
+/// Resumes the downloads that the previous server process did not finish. The hub tokens of their requests are not available,
+/// because they are never stored.
 pub async fn resume(state: &AppState) -> Result<(), Problem> {
     for row in state.store.hub_models_downloading().await? {
         let Some(hub) = &row.hub else { continue };
@@ -250,7 +254,7 @@ fn unusable(id: &str, detail: &str) -> Problem {
     Problem::new(Code::InvalidModel, detail.clone()).item("/hub", "unusable_model", detail)
 }
 
-/// Converts a hub error into a problem for the client.
+/// Converts an error of the hub into a problem document for the client.
 pub(in crate::http) fn problem(error: &HubError) -> Problem {
     let detail = error.to_string();
     let (code, item) = match error {

@@ -65,7 +65,7 @@ fn pearson(pairs: &[(f64, f64)]) -> Option<f64> {
     value.is_finite().then(|| value.clamp(-1.0, 1.0))
 }
 
-/// Ranks from 1; equal values share the mean of their ranks.
+/// Returns the ranks of values, from 1; equal values share the mean of their ranks.
 fn ranks(values: &[f64]) -> Vec<f64> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
@@ -142,7 +142,7 @@ pub(super) struct GroupAgreement {
 }
 
 impl GroupAgreement {
-    /// Computes the agreement from each group's pairs of (old, new).
+    /// Computes the agreement of both rewards from each group's pairs of (old, new) values.
     pub fn of(groups: &[Vec<(f64, f64)>]) -> Self {
         let groups: Vec<&Vec<(f64, f64)>> = groups.iter().filter(|group| group.len() > 1).collect();
         let agreement: Vec<f64> = groups.iter().map(|group| agreement(group)).collect();
@@ -173,7 +173,8 @@ fn agreement(group: &[(f64, f64)]) -> f64 {
     f64::from(u32::try_from(same).unwrap_or(u32::MAX)) / f64::from(u32::try_from(all).unwrap_or(u32::MAX))
 }
 
-/// Leave-one-out advantages over the completions of one group that have a reward; a single completion has 0 (rloo.md).
+/// Computes leave-one-out advantages over the completions of one group that have a reward. A single such
+/// completion has advantage 0.
 pub(super) fn leave_one_out(rewards: &[Option<f64>]) -> Vec<Option<f64>> {
     let count = rewards.iter().flatten().count() as f64;
     let sum: f64 = rewards.iter().flatten().sum();
@@ -191,7 +192,8 @@ mod tests {
 
     #[test]
     fn correlations_are_those_of_the_textbook() {
-        // The textbook sums over the same lists, by hand in Python: sum((x-mx)*(y-my))/sqrt(sum((x-mx)**2)*sum((y-my)**2)), and of the ranks.
+        // Expected values computed in Python: sum((x-mx)*(y-my))/sqrt(sum((x-mx)**2)*sum((y-my)**2)) over the values (Pearson)
+        // and over their ranks (Spearman).
         let pairs = [(1.0, 2.0), (2.0, 1.0), (3.0, 4.0), (4.0, 3.0), (5.0, 7.0), (5.0, 9.0)];
         let found = Correlation::of(&pairs);
         assert!((found.pearson.unwrap() - 0.849_191_827_894_840_4).abs() < 1e-12, "{found:?}");

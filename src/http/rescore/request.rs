@@ -9,10 +9,10 @@ use crate::http::error::{Code, Problem};
 use crate::spec::{FieldError, Plan, RewardPlan, RewardSecrets, read_single_reward};
 use crate::store::SampleQuery;
 
-/// Default and maximum number of samples.
+/// Default and maximum number of samples to re-score.
 const SAMPLES: u64 = 1_000;
 const MAX_SAMPLES: u64 = 10_000;
-/// Default and maximum time limit, in seconds.
+/// Default and maximum of `max_wait_s`, in seconds.
 const WAIT_S: u64 = 60;
 const MAX_WAIT_S: u64 = 600;
 /// A parsed re-score request.
@@ -27,7 +27,7 @@ pub(super) struct Wanted {
     pub wait: Duration,
 }
 
-/// Parses the request and reports all errors together.
+/// Parses the re-score request and reports all errors together.
 pub(super) fn read(body: &Value, plan: &Plan) -> Result<Wanted, Problem> {
     const KNOWN: [&str; 8] = ["reward", "replaces", "phase", "step", "min_step", "max_step", "limit", "max_wait_s"];
     let mut errors = Vec::new();

@@ -17,8 +17,8 @@ use crate::sample::RewardSample;
 use crate::spec::Plan;
 use crate::store::SampleQuery;
 
-/// Returns the newest matching samples that are found in time, oldest first, in whole groups: at least one group, otherwise
-/// at most the limit.
+/// Returns the newest matching samples that are found in time, oldest first, in whole groups. At most `limit` samples, but
+/// at least one group.
 pub(super) async fn newest_groups(
     state: &AppState,
     caller: &Caller,
@@ -43,7 +43,7 @@ pub(super) async fn newest_groups(
     if found.len() > wanted.limit {
         let first = found.first().map(key);
         let cut = wanted.limit;
-        // The group that exceeds the limit is removed, unless it is the only one.
+        // The group in which the sample limit is reached is left out, unless it is the only group.
         let broken = key(&found[cut]);
         if first.as_ref() == Some(&broken) {
             found.retain(|sample| Some(key(sample)) == first);
@@ -58,7 +58,7 @@ pub(super) async fn newest_groups(
     Ok(found)
 }
 
-/// Adds columns and messages of the dataset's rows to the stored texts.
+/// Adds the columns and chat messages of the dataset's rows to stored samples, which contain only texts.
 pub(super) async fn with_columns(
     state: &AppState,
     plan: &Plan,
@@ -103,7 +103,7 @@ fn row_number(sample: &Sample) -> Option<u64> {
     sample.prompt_id.strip_prefix("row_")?.parse().ok()
 }
 
-/// Returns the rows that samples came from; `None` if the dataset was deleted.
+/// Returns the dataset rows that the samples came from; `None` if the dataset was deleted.
 async fn rows_of(
     state: &AppState,
     dataset: DatasetId,

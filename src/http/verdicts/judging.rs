@@ -1,4 +1,5 @@
-//! Runs verdicts, one after another: selects the rows, passes them to a separate process, and stores its results.
+//! Runs queued verdicts, one after another: selects the rows, passes them to a separate process that compares the models, and
+//! stores its results.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -17,7 +18,7 @@ use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow};
 use crate::supervisor::one_shot::Verdicts;
 use crate::verdict::{JudgeLine, JudgeReport, JudgeTask, RowsFrom, VerdictError};
 
-/// Number of rows stored in one transaction.
+/// Number of compared rows to store in one transaction.
 const ROWS_PER_TRANSACTION: usize = 64;
 
 type Rows = Vec<(u64, Map<String, Value>)>;
@@ -50,7 +51,7 @@ fn failed(code: &str, message: impl Into<String>) -> VerdictError {
     VerdictError { code: code.to_owned(), message: message.into() }
 }
 
-/// Returns the report of the process; `None` when the server stops.
+/// Runs the process that compares the models, and returns its report; `None` when the server stops.
 async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<Option<JudgeReport>, StoreError> {
     let task = match prepare(state, row).await {
         Ok(task) => task,
@@ -142,14 +143,14 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
     })
 }
 
-/// The rows of a verdict.
+/// The dataset rows on which a verdict compares the models.
 struct Read {
     rows_from: RowsFrom,
     rows: Rows,
     guard_rows: Rows,
 }
 
-/// Reads the rows to compare on. Blocking.
+/// Reads the dataset rows on which the models are compared. Blocking.
 fn read_rows(files: &DataDir, plan: &Plan) -> Result<Read, VerdictError> {
     let Some(eval) = &plan.eval else { return Err(failed("no_evaluation", "the job has no evaluation")) };
     let guard_rows = match &eval.guard {
@@ -185,7 +186,7 @@ fn set_aside(files: &DataDir, plan: &Plan, eval: &EvalPlan) -> Result<(RowsFrom,
     Ok((RowsFrom::Eval, rows))
 }
 
-/// Returns the rows with these numbers (ascending), or all.
+/// Returns the dataset rows with these numbers (ascending), or all.
 fn rows_of(files: &DataDir, dataset: &DatasetPlan, numbers: Option<&[u64]>) -> Result<Rows, VerdictError> {
     let mut rows = Vec::new();
     each_row(files, dataset, |number, row| {

@@ -105,7 +105,7 @@ async fn send_test(state: AppState, id: WebhookId) -> Result<Answer, Problem> {
     Answer::new(StatusCode::OK, None, &view(&state, row).await?)
 }
 
-/// Answers 409 if nothing would be sent.
+/// Answers 409 if the webhook is not enabled, because nothing would be sent.
 async fn check_enabled(state: &AppState, id: WebhookId) -> Result<(), Problem> {
     if state.store.webhook_get(id).await?.enabled {
         return Ok(());

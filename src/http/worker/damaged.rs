@@ -19,17 +19,17 @@ use crate::id::JobId;
 use crate::protocol::{DamagedFile, FileEntry, FileList, Inspection, ResumePoint, Verdict};
 use crate::store::{CheckpointRow, Damage, clock_ms};
 
-/// Maximum time that a call is held open while the server reads; the worker then asks again.
+/// Maximum time that a report of a damaged file is held open while the server reads the file; the worker then asks again.
 const HOLD_FOR: Duration = Duration::from_secs(10);
 /// Maximum number of inspections to remember. Beyond it, finished ones are dropped even if no worker has asked for the result.
 const MAX_INSPECTIONS: usize = 64;
 
-/// The result of reading the file.
+/// The result of reading a file that a worker reported as damaged.
 #[derive(Debug, Clone)]
 enum Finding {
     Whole,
     Damaged(Damage, String),
-    /// The server has too many open files to read it now.
+    /// The server has too many open files to read the reported file now.
     Busy(String),
 }
 
@@ -46,7 +46,7 @@ impl fmt::Debug for Inspections {
 }
 
 impl Inspections {
-    /// Returns the reading in progress, or starts a new one.
+    /// Returns the check of this file that is in progress, or starts a new one.
     fn begin(&self, key: (JobId, DamagedFile), read: impl FnOnce() -> Reading) -> Reading {
         let mut readings = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if readings.len() >= MAX_INSPECTIONS {
@@ -60,7 +60,7 @@ impl Inspections {
     }
 }
 
-/// Path of a reported file, and its expected size and hash.
+/// Path of a file that a worker reported as damaged, and its expected size and hash.
 struct Reported {
     path: PathBuf,
     entry: FileEntry,
@@ -77,7 +77,7 @@ pub(super) async fn inspect_file(
     state.store.claim_check(job, body.attempt).await?;
     let reported = match find(&state, job, &body).await? {
         Ok(reported) => reported,
-        // The response to an earlier report was lost: the checkpoint was already discarded.
+        // The worker repeats a report whose response was lost: the checkpoint was already discarded.
         Err(latest) => return Ok(Json(Inspection { verdict: Verdict::Damaged, resume: latest.map(resume_point) })),
     };
     let key = (job, body);
@@ -110,7 +110,8 @@ pub(super) async fn inspect_file(
     let older = state.store.claim_discard_checkpoint(job, attempt, id, damage, clock_ms()).await?;
     let removed = state.files.in_background(move |files| files.checkpoint_remove(job, step, writer)).await;
     if let Err(error) = removed {
-        // The checkpoint has no row any more, so the next start removes the files.
+        // An error is only logged: the checkpoint no longer has a database row, so the next start of the server removes its
+        // files.
         tracing::warn!(%job, step, error = chain(&error), "a damaged checkpoint could not be removed");
     }
     Ok(Json(Inspection { verdict: Verdict::Damaged, resume: older.map(resume_point) }))
@@ -151,7 +152,7 @@ async fn find(
     }
 }
 
-/// Reads the file in the background, even if the caller disconnects.
+/// Reads the reported file in the background, even if the worker disconnects.
 fn read(state: &AppState, reported: &Reported) -> Reading {
     let (path, entry) = (reported.path.clone(), reported.entry.clone());
     let data = state.files.clone();
@@ -167,8 +168,8 @@ fn read(state: &AppState, reported: &Reported) -> Reading {
     reading.map(|read| read.unwrap_or_else(|error| Finding::Busy(chain(&error)))).boxed().shared()
 }
 
-/// Whether the disk returns other files correctly: those of the next older checkpoint, or the database. If not, the state of the
-/// reported file is unknown, and no checkpoint is discarded.
+/// Whether the disk returns other files correctly: those of the next older checkpoint, or the database. If not, the disk may be
+/// at fault instead of the reported file, and no checkpoint is discarded.
 async fn reads_other_files(state: &AppState, job: JobId, step: Option<u64>) -> Result<bool, Problem> {
     let rows = state.store.checkpoint_list(job).await?;
     let older = rows.into_iter().find(|row| step.is_none_or(|step| row.step < step));

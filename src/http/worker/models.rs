@@ -24,10 +24,11 @@ use crate::modelcard;
 use crate::protocol::{FileEntry, ModelFiles, check_file_name};
 use crate::store::{Store, StoreError};
 
-/// Maximum time that a call is held open while the server hashes; the worker then asks again.
+/// Maximum time that a worker's request for the list of a model's files is held open while the server hashes them; the
+/// worker then asks again.
 const HOLD_FOR: Duration = Duration::from_secs(10);
 
-/// Why a model cannot be sent.
+/// Why a model cannot be sent to a worker.
 #[derive(Debug, Clone)]
 enum Unlisted {
     /// The model's files cannot be used. The text contains no paths.
@@ -49,16 +50,16 @@ impl fmt::Debug for Listings {
 }
 
 impl Listings {
-    /// Returns the listing of this directory that is in progress, or starts a new one.
+    /// Returns the hashing of this model directory that is in progress, or starts a new one.
     fn begin(&self, dir: &FilePath, start: impl FnOnce() -> Listing) -> Listing {
         let mut listings = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // A finished listing may describe files that have changed since.
+        // A finished list is not reused, because the files may have changed since.
         listings.retain(|_, listing| listing.peek().is_none());
         listings.entry(dir.to_owned()).or_insert_with(start).clone()
     }
 }
 
-/// Lists the files: `GET /worker/jobs/{id}/models/{model}`.
+/// Lists the files of a model with their hashes: `GET /worker/jobs/{id}/models/{model}`.
 pub(super) async fn list_model_files(
     State(state): State<AppState>,
     Path((job, model)): Path<(JobId, String)>,
@@ -79,7 +80,7 @@ pub(super) async fn list_model_files(
     }
 }
 
-/// Sends a file: `GET /worker/jobs/{id}/models/{model}/{name}`, also from an offset with `Range`.
+/// Sends a file of a model: `GET /worker/jobs/{id}/models/{model}/{name}`, also from an offset with `Range`.
 pub(super) async fn send_model_file(
     State(state): State<AppState>,
     Path((job, model, name)): Path<(JobId, String, String)>,
@@ -89,7 +90,7 @@ pub(super) async fn send_model_file(
 ) -> Result<Response, Problem> {
     state.store.claim_check(job, attempt).await?;
     let dir = directory_of(&state, job, &model).await?;
-    // The worker has requested the list before; it compares the file's bytes with their hash after the download.
+    // The file is not hashed again: the worker has the list with its hash, and compares after the download.
     let row = state.store.model_files_get(&dir.to_string_lossy()).await?;
     let listed = row.and_then(|row| row.files.into_iter().find(|file| file.name == name));
     let Some(FileEntry { name, size_bytes, sha256 }) = listed else {
@@ -106,7 +107,7 @@ async fn directory_of(state: &AppState, job: JobId, model: &str) -> Result<PathB
     }
     match state.store.model_get(model).await {
         Ok(row) => Ok(PathBuf::from(row.source)),
-        // A plan may name a directory instead of a registered model.
+        // A job may name a directory instead of a registered model.
         Err(StoreError::NotFound { .. }) if FilePath::new(model).is_absolute() => Ok(PathBuf::from(model)),
         Err(error) => Err(error.into()),
     }
@@ -124,7 +125,8 @@ async fn list(store: &Store, dir: PathBuf) -> Result<Arc<Vec<FileEntry>>, Unlist
     let known = store.model_files_get(&source).await.map_err(failed)?;
     let read = tokio::task::spawn_blocking(move || {
         let files = modelcard::files_of(&dir)?;
-        // Taken before the bytes are read: a file that changes meanwhile has another stamp next time.
+        // The stamp of sizes and modification times is taken before the bytes are read, so that a file that changes meanwhile
+        // has another stamp next time.
         let stamp = modelcard::stamp(&dir, &files);
         match known.filter(|known| known.stamp == stamp) {
             Some(known) => Ok((known.files, None)),

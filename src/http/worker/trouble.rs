@@ -15,20 +15,20 @@ use crate::store::{StoreError, clock_ms};
 /// Number of consecutive jobs that could not be handed out before the server pauses handing out jobs. Otherwise a broken disk would
 /// affect the whole queue.
 const JOBS_IN_A_ROW: usize = 3;
-/// Duration of the first pause; each further pause is twice as long.
+/// Duration of the first pause in handing out jobs; each further pause is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// Maximum duration of a pause.
+/// Maximum duration of a pause in handing out jobs.
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 
-/// Errors since the last claim that was handed out.
+/// Errors since the server last handed out a job.
 #[derive(Debug, Default)]
 pub(super) struct Trouble(Mutex<Row>);
 
 #[derive(Debug, Default)]
 struct Row {
-    /// Jobs whose claims failed.
+    /// Jobs that could not be handed out since then.
     jobs: BTreeSet<JobId>,
-    /// Number of pauses so far.
+    /// Number of pauses since then.
     pauses: u32,
     /// No job is handed out before this time.
     until: Option<Instant>,
@@ -41,7 +41,7 @@ impl Trouble {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the server is pausing.
+    /// Whether the server has paused handing out jobs.
     fn is_pausing(&self) -> bool {
         self.row().until.is_some_and(|until| until > Instant::now())
     }
@@ -69,8 +69,8 @@ pub(super) async fn completed(state: &AppState, job: JobId, attempt: u64, errors
     if errors > 0
         && let Err(error) = state.store.claim_completed(job, attempt).await
     {
-        // The only effect: the job's next pause is longer than necessary.
-        tracing::warn!(%job, error = chain(&error), "the count of server errors could not be reset");
+        // Only logged, because the only effect is that the job's next delay is longer than necessary.
+        tracing::warn!(%job, error = chain(&error), "the job's count of server errors could not be reset");
     }
 }
 
@@ -82,8 +82,8 @@ pub(super) async fn failed(state: &AppState, job: JobId, attempt: u64, problem: 
     release(state, job, attempt).await;
 }
 
-/// Whether jobs are handed out again. First releases claims that could not be released before: otherwise the next call of their
-/// worker would treat them as abandoned.
+/// Whether jobs may be handed out again. First releases claims that could not be released before, because otherwise the server
+/// would treat such a claim as abandoned at the next request of its worker.
 pub(super) async fn is_over(state: &AppState) -> bool {
     let left_over = std::mem::take(&mut state.workers.trouble.row().left_over);
     for (job, attempt) in left_over {
@@ -102,7 +102,8 @@ async fn release(state: &AppState, job: JobId, attempt: u64) {
     }
 }
 
-/// Returns when a waiting claim should check the queue again although nothing was queued; `None` if there is no such time.
+/// Returns when a worker's waiting request should check the queue again although no job was queued, for example when a pause
+/// ends; `None` if there is no such time.
 pub(super) async fn next_try(state: &AppState) -> Result<Option<Instant>, Problem> {
     let now_ms = clock_ms();
     let due = state.store.claim_due(now_ms).await?.map(|due| {

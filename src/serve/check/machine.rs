@@ -37,7 +37,7 @@ pub(super) fn check_file_system(dir: &Path) -> Result<String, String> {
     let dir = nearest(dir);
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let Some((point, kind)) = mount_of(&mounts, &dir) else {
-        return Ok("unknown; it must be a local file system".to_owned());
+        return Ok("type unknown; the data directory must be on a local file system".to_owned());
     };
     if NETWORK.contains(&kind.as_str()) {
         return Err(format!(
@@ -50,7 +50,8 @@ pub(super) fn check_file_system(dir: &Path) -> Result<String, String> {
     Ok(format!("{kind} at {point}"))
 }
 
-/// Finds the mount that contains a path: the longest mount point above it, and the last of equals.
+/// Finds the mount that contains a path: the longest mount point above the path, and of equal ones the last,
+/// which hides the others.
 fn mount_of(mounts: &str, path: &Path) -> Option<(String, String)> {
     let mut best: Option<(String, String)> = None;
     for line in mounts.lines() {
@@ -78,7 +79,7 @@ pub(super) fn check_fsync(dir: &Path) -> Result<String, String> {
     }
     times.sort_unstable();
     let median = times[times.len() / 2];
-    let slow = if median > SLOW { "; slow: every change waits for it" } else { "" };
+    let slow = if median > SLOW { "; slow: every database change waits for such a write" } else { "" };
     Ok(format!("{:.1} ms per write{slow}", median.as_secs_f64() * 1e3))
 }
 

@@ -97,7 +97,10 @@ fn report_surviving_update(context: &Context, export: &Value) {
         (export["survived"]["fraction"].as_f64(), export["survived"]["cosine"].as_f64())
     {
         let dtype = shown(&export["dtype"]);
-        context.out.note(format!("{:.1} % of the update survives in {dtype}, cosine {cosine:.3}", fraction * 100.0));
+        context.out.note(format!(
+            "{:.1} % of the weight update survives rounding to {dtype}, cosine {cosine:.3}",
+            fraction * 100.0
+        ));
     }
     if let Some(advice) = export["advice"].as_str() {
         context.out.note(clean_lines(advice));

@@ -157,7 +157,7 @@ async fn translate_trl(context: &Context, document: &Value) -> Result<Value, Cli
             let errors = answer["errors"].as_array().into_iter().flatten();
             let lines: Vec<String> =
                 errors.map(|error| format!("\n  {}: {}", shown(&error["pointer"]), shown(&error["detail"]))).collect();
-            Err(CliError::Usage(format!("this TRL configuration cannot be translate_trl into a job{}", lines.concat())))
+            Err(CliError::Usage(format!("this TRL configuration cannot be translated into a job{}", lines.concat())))
         }
     }
 }

@@ -237,12 +237,17 @@ fn sign(value: f64) -> &'static str {
 
 fn guard(guard: &Value) -> String {
     let fell = match guard["fell"].as_bool() {
-        Some(true) => "the reward may have fallen by more",
-        Some(false) => "the reward did not fall by more",
+        Some(true) => "the reward may have fallen by more than that",
+        Some(false) => "the reward did not fall by more than that",
         None => "too few rows to decide",
     };
     let margin = guard["margin"].as_f64().unwrap_or_default();
-    format!("{} on {} rows; may fall by {}: {fell}", difference(guard), shown(&guard["rows"]), format_number(margin))
+    format!(
+        "{} on {} guard rows; may fall by {}: {fell}",
+        difference(guard),
+        shown(&guard["rows"]),
+        format_number(margin)
+    )
 }
 
 #[cfg(test)]

@@ -154,7 +154,7 @@ async fn a_response_that_does_not_match_the_api_is_an_error() {
     let fake = Fake::start(|_, _| Reply::new(200, "<html>welcome</html>")).await;
     let error = fake.client().get_session().await.unwrap_err();
     assert!(matches!(error, Error::NotUnderstood { .. }) && !error.is_retryable(), "{error:?}");
-    assert!(error.to_string().starts_with("GET /session: the response is not understood"), "{error}");
+    assert!(error.to_string().starts_with("GET /session: the response does not match the API"), "{error}");
     assert_eq!(fake.seen().len(), 1);
     // A redirect is not followed, because the key would be sent along.
     let moved = Fake::start(|_, _| Reply::new(301, "").header("location", "http://example.com/")).await;

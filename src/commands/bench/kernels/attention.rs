@@ -13,11 +13,11 @@ use crate::engine::kernels::attention::{
 /// Durations of one layer's attention, in seconds.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct AttentionFigures {
-    /// Forward pass over a packed step.
+    /// Forward pass over all sequences of a step, packed together.
     pub forward_s: f64,
-    /// Backward pass over a packed step.
+    /// Backward pass over all sequences of a step, packed together.
     pub backward_s: f64,
-    /// One decode step of all completions at half their length.
+    /// One decode step of all completions when they have half their length.
     pub decode_s: f64,
 }
 

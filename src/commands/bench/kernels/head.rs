@@ -1,4 +1,4 @@
-//! The streamed head: log-probs, their gradient, and choosing tokens.
+//! Measures the output head, which is computed in pieces of the vocabulary: log-probs, their gradient, and sampling of tokens.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,13 +8,13 @@ use super::{Team, random_values};
 use crate::engine::kernels::head::{Gradient, Head, Pick, choose, score, score_vjp};
 use crate::engine::kernels::pack::PackedMatrix;
 
-/// Maximum number of scored positions; more would have the same speed.
+/// Maximum number of token positions to compute log-probs for; more would have the same speed.
 const MAX_ROWS: usize = 1024;
 
-/// Results of the head.
+/// Results of the output head.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct HeadFigures {
-    /// Number of scored positions.
+    /// Number of token positions whose log-probs are computed.
     pub rows: usize,
     /// Duration of log-probs and entropies, in seconds.
     pub score_s: f64,
@@ -24,13 +24,13 @@ pub struct HeadFigures {
     pub backward_s: f64,
     /// Speed of dX, counting the FLOPs of both products, in 1e9 per second.
     pub backward_gflop_s: f64,
-    /// Duration of choosing a token for every completion of a step, in seconds.
+    /// Duration of sampling one token for every completion of a step, in seconds.
     pub choose_s: f64,
-    /// Packed weights read per second while choosing, in 1e9 bytes.
+    /// Weights read per second while sampling, in 1e9 bytes.
     pub choose_gb_s: f64,
 }
 
-/// Measures the head with the number of positions that a step scores.
+/// Measures the output head with as many token positions as a training step computes log-probs for.
 pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures, BenchError> {
     let (args, config) = (setting.args, &setting.card.config);
     let (vocab, hidden) = (config.vocab_size, config.hidden_size);

@@ -13,29 +13,29 @@ use crate::engine::error::EngineError;
 use crate::engine::kernels::cuda::driver::{Buffer, CudaError, DType, Device, Gemm, Matrix, Plain};
 use crate::engine::random::{Key, Stream};
 
-/// Number of bytes per copy: far more than any cache holds.
+/// Number of bytes that one copy moves: far more than a cache of the GPU holds.
 const COPY_BYTES: u64 = 1 << 30;
 
-/// Sizes of the square matrices: larger ones come closer to the limit.
+/// Numbers of rows of the square matrices to multiply; larger ones come closer to the limit.
 const SIDES: [usize; 4] = [1024, 2048, 4096, 8192];
 
 /// Number of random values that are repeated to fill a matrix.
 const PATTERN: u64 = 1 << 16;
 
-/// Number of copies or products that are queued before the measurement waits for them.
+/// Number of copies or matrix products to queue before the measurement waits for the GPU.
 const BATCH: usize = 10;
 
-/// Minimum duration of a measurement in seconds: clocks have risen by then.
+/// Minimum duration of a measurement in seconds, long enough for the GPU's clock to rise.
 const MIN_SECONDS: f64 = 0.3;
 
-/// Small sizes for the emulator, which tests this code and not its speed.
+/// Small sizes for the GPU emulator, with which tests check this code but not its speed.
 const EMULATED_BYTES: u64 = 1 << 20;
 const EMULATED_SIDES: [usize; 1] = [64];
 
-/// Measures copies and products; with `only` just those of this precision, of the largest matrices.
+/// Measures copies and matrix products; `only` restricts the products to this precision and the largest matrices.
 ///
 /// # Errors
-/// When the device does not exist, or fails.
+/// Fails when the device does not exist, or fails.
 pub fn measure(ordinal: u32, only: Option<Precision>) -> Result<GpuLimits, BenchError> {
     limits(ordinal, only).map_err(|error| EngineError::from(error).into())
 }
@@ -48,7 +48,7 @@ fn limits(ordinal: u32, only: Option<Precision>) -> Result<GpuLimits, CudaError>
     let (major, minor) = properties.compute_capability;
     let (bytes, sides) = match properties.emulated {
         true => (EMULATED_BYTES, EMULATED_SIDES.as_slice()),
-        // Both buffers fit into a small card's memory with space to spare.
+        // The source and the target of the copy both fit into the memory of a small GPU.
         false => (COPY_BYTES.min(properties.memory_bytes / 8), SIDES.as_slice()),
     };
     let sides = if only.is_some() { &sides[sides.len() - 1..] } else { sides };
