@@ -76,8 +76,8 @@ impl Texts {
         Ok(Self { input: SampleTemplate::new(input)?, reference: SampleTemplate::new(reference)? })
     }
 
-    /// Renders the input and the reference. Returns `None` when the reference is blank and the reward does not apply to blank
-    /// references.
+    /// Renders the input and the reference. Returns `None` when the reference is blank and the reward does not
+    /// apply to blank references.
     fn of(&self, sample: &RewardSample, blank: BlankReference) -> Result<Option<(String, String)>, SampleError> {
         let variables = SampleTemplate::variables(sample);
         let failed = |why| no_value("template_failed", format!("the template cannot be rendered for this row: {why}"));

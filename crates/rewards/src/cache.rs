@@ -44,8 +44,8 @@ impl Cache {
         Some(judgement)
     }
 
-    /// Stores a sample's reward if it is a number or "not applicable". Missing values, and zeros that replace invalid answers, are
-    /// not stored.
+    /// Stores a sample's reward if it is a number or "not applicable". Missing values, and zeros that replace invalid
+    /// answers, are not stored.
     pub fn insert(&self, key: CacheKey, judgement: &Judgement) {
         let is_storable = judgement.error.is_none() && judgement.value != RewardValue::Missing;
         if is_storable {

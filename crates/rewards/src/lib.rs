@@ -62,8 +62,8 @@ pub trait Reward: Send + Sync {
         samples: &'a [RewardSample],
     ) -> BoxFuture<'a, Result<Judged, RewardFailure>>;
 
-    /// Returns whether a thread of this process still computes values of this reward, possibly for a caller that has stopped
-    /// waiting.
+    /// Returns whether a thread of this process still computes values of this reward, possibly for a caller
+    /// that has stopped waiting.
     fn is_grading(&self) -> bool {
         false
     }
@@ -425,8 +425,8 @@ impl Rewards {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Computes all rewards of the samples of one rollout (complete groups, in order), concurrently. Dropping the future stops the
-    /// computation.
+    /// Computes all rewards of the samples of one rollout (complete groups, in order), concurrently. Dropping the
+    /// future stops the computation.
     pub async fn score(&self, job: &JobContext, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {
         let asked = self.entries.iter().map(|entry| async move {
             let start = Instant::now();

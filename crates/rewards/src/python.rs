@@ -123,8 +123,8 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Returns the default settings: one worker process, all samples of a request in one call, and no practical time limit for a
-    /// call.
+    /// Returns the default settings: one worker process, all samples of a request in one call, and no practical time
+    /// limit for a call.
     pub fn new(targets: Vec<Target>) -> Self {
         Self {
             python: None,

@@ -249,8 +249,8 @@ fn search(forms: &[Vec<u8>]) -> Option<Regex> {
     if forms.is_empty() { None } else { build() }
 }
 
-/// Returns whether a short match of a secret may be part of the answer: inside a word, a name or a number. Redacting it could make
-/// the answer unreadable.
+/// Returns whether a short match of a secret may be part of the answer: inside a word, a name or a number. Redacting it could
+/// make the answer unreadable.
 fn may_be_content(text: &[u8], place: &Range<usize>) -> bool {
     let (before, secret, after) = (&text[..place.start], &text[place.clone()], &text[place.end..]);
     let in_word = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric() || *byte == b'_');

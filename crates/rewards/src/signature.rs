@@ -78,8 +78,8 @@ impl Key {
         format!("v1,{}", STANDARD.encode(self.mac(id, timestamp, body)))
     }
 
-    /// Checks the signature headers of a request before its body has arrived: their form, and whether the timestamp is within the
-    /// tolerance.
+    /// Checks the signature headers of a request before its body has arrived: their form, and whether the timestamp
+    /// is within the tolerance.
     pub fn check_head(&self, id: &str, timestamp: &str, signatures: &str, now_s: u64) -> Result<(), Rejected> {
         if !(1..=MAX_ID_CHARS).contains(&id.len()) || !id.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(Rejected::Id);

@@ -9,8 +9,8 @@ use tokio::sync::{mpsc, watch};
 
 use crate::event::Event;
 
-/// Minimum time between two warnings about one reward, so that a service that fails and recovers often does not flood the job's
-/// events.
+/// Minimum time between two warnings about one reward, so that a service that fails and recovers often does not
+/// flood the job's events.
 pub(super) const NOTICE_EVERY: Duration = Duration::from_secs(60);
 
 /// Status shared by all rewards of a job.

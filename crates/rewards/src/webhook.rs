@@ -212,8 +212,8 @@ impl Webhook {
         self
     }
 
-    /// Returns the requests and responses recorded since the last call, in the order of the responses. Values of the user's headers
-    /// are redacted.
+    /// Returns the requests and responses recorded since the last call, in the order of the responses. Values of the
+    /// user's headers are redacted.
     pub fn exchanges(&self) -> Vec<Exchange> {
         let Some(exchanges) = &self.exchanges else { return Vec::new() };
         std::mem::take(&mut exchanges.lock().unwrap_or_else(PoisonError::into_inner))

@@ -49,8 +49,8 @@ impl JsonCheck {
         Ok(Self { schema, column: plan.column.clone(), fenced: plan.fenced, rows: RowSchemas::default() })
     }
 
-    /// Returns 1 if the completion matches the schema, else 0; an error if the row's schema is not valid; not applicable if it is
-    /// null.
+    /// Returns 1 if the completion matches the schema, else 0; an error if the row's schema is not valid; not applicable
+    /// if it is null.
     pub(super) fn value(
         &self,
         completion: &str,

@@ -14,8 +14,8 @@ use expression::Expression;
 
 /// Longest answer that is parsed as mathematics, in bytes.
 const MAX_ANSWER_BYTES: usize = 4_000;
-/// Values for the variables of two expressions that are compared. Two polynomials that agree at all these points are equal in
-/// practice.
+/// Values for the variables of two expressions that are compared. Two polynomials that agree at all these points
+/// are equal in practice.
 const POINTS: [f64; 5] = [0.734_1, 1.391_7, 2.173_9, 3.617_3, 0.219_7];
 /// Maximum relative difference between the values of two equal expressions at one of the test points.
 const POINT_TOLERANCE: f64 = 1e-9;
@@ -119,8 +119,8 @@ impl<'a> Parts<'a> {
         Self { brackets: None, items }
     }
 
-    /// Compares two lists of answers: in order if they have round or square brackets (points, intervals), in any order for sets and
-    /// bare lists.
+    /// Compares two lists of answers: in order if they have round or square brackets (points, intervals), in any order for
+    /// sets and bare lists.
     fn equal(&self, other: &Self, tolerance: f64) -> bool {
         let is_ordered = |brackets: Option<(char, char)>| !matches!(brackets, None | Some(('{', '}')));
         if self.items.len() != other.items.len() || is_ordered(self.brackets) != is_ordered(other.brackets) {

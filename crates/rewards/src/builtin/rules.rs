@@ -15,8 +15,8 @@ fn of_now(reward: Value) -> Builtin {
     Builtin::of_plan(&plan).unwrap()
 }
 
-/// Builds a built-in reward from a plan as older versions stored it: without a limit of values and without a rule for blank
-/// references.
+/// Builds a built-in reward from a plan as older versions stored it: without a limit of values and without a
+/// rule for blank references.
 fn of_before(reward: Value) -> Builtin {
     let plan = crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0;
     let mut plan = serde_json::to_value(plan).unwrap();
@@ -105,7 +105,7 @@ fn a_job_without_the_rule_still_compares_blank_references() {
         Ok(0.5),
     ];
     assert_eq!(values.collect::<Vec<_>>(), expected);
-    // With `blank_reference: compare`, a plan asks for the rule of older versions: blank references are compared.
+    // A plan with `blank_reference: compare` asks for the rule of older versions: blank references are compared.
     let asked = of_now(json!({"type": "contains", "column": "key", "blank_reference": "compare"}));
     assert_eq!(judged(&asked, "any", json!({"key": ""})).value.number(), Some(1.0));
     assert_eq!(judged(&asked, "any", json!({})).error.unwrap().code, "column_missing");

@@ -18,8 +18,8 @@ use crate::spec::{PythonPlan, RewardKind, RewardPlan, RewardSecrets};
 use crate::webhook::Webhook;
 use crate::{BuildError, JobContext, Judged, Reward, RewardFailure};
 
-/// The Python files with reward functions of one attempt at a job. Each file has one Python process, which serves all rewards that
-/// use its functions.
+/// The Python files with reward functions of one attempt at a job. Each file has one Python process, which serves all rewards
+/// that use its functions.
 #[derive(Default)]
 pub struct PythonFunctions(Mutex<BTreeMap<PathBuf, Arc<FileServer>>>);
 
@@ -148,8 +148,8 @@ impl PythonFunction {
     }
 }
 
-/// Returns the same HTTP client, restricted to loopback addresses. The operator's rule about loopback applies only to addresses
-/// that users give.
+/// Returns the same HTTP client, restricted to loopback addresses. The operator's rule about loopback applies only to
+/// addresses that users give.
 fn loopback_client(client: &RewardClient) -> Result<RewardClient, String> {
     let policy = OutgoingPolicy::parse(&["loopback"]).map_err(|why| why.to_string())?;
     let http = restricted_client_builder(&policy).http1_only().build();

@@ -64,8 +64,8 @@ fn template_failed(why: String) -> SampleError {
     }
 }
 
-/// Renders the query and the text that a reranker scores: by the user's templates, else the last user message (or the prompt) and
-/// the completion.
+/// Renders the query and the text that a reranker scores: by the user's templates, else the last user message (or the
+/// prompt) and the completion.
 struct Pair {
     query: SampleTemplate,
     text: SampleTemplate,
@@ -96,8 +96,8 @@ fn label_of(sample: &RewardSample, column: Option<&str>) -> Result<Value, Sample
     })
 }
 
-/// Builds a request body from the adapter's fields, the model's name if the plan has one, and the user's extra fields, which take
-/// precedence.
+/// Builds a request body from the adapter's fields, the model's name if the plan has one, and the user's extra
+/// fields, which take precedence.
 fn body(mut fields: Value, model: Option<&str>, extra: &Map<String, Value>) -> String {
     if let Value::Object(object) = &mut fields {
         if let Some(model) = model {
@@ -123,8 +123,8 @@ fn check_length(found: usize, samples: usize) -> Result<(), String> {
     if found == samples { Ok(()) } else { Err(format!("{found} scores for {samples} samples")) }
 }
 
-/// Sorts the answer's entries by their `index` into the order of the request. Servers sort them by score, or answer in the order in
-/// which they finish.
+/// Sorts the answer's entries by their `index` into the order of the request. Servers sort them by score, or answer in the order
+/// in which they finish.
 fn by_index(entries: &[Value], samples: usize) -> Result<Vec<&Value>, String> {
     check_length(entries.len(), samples)?;
     let mut places: Vec<Option<&Value>> = vec![None; samples];

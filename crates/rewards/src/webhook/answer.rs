@@ -39,8 +39,8 @@ pub enum Found {
     Absent,
 }
 
-/// Parses an answer in the webhook format to the request `id` for the samples `ids`. Returns an error if the answer as a whole is
-/// not valid.
+/// Parses an answer in the webhook format to the request `id` for the samples `ids`. Returns an error if the answer as a
+/// whole is not valid.
 pub fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String> {
     let value = parse(body)?;
     let object = match value {
@@ -105,8 +105,8 @@ fn by_id(results: &[Value], ids: &[&str]) -> Result<Answer, String> {
     Ok(Answer { found, unknown, duplicates, remark: None })
 }
 
-/// Parses the result of one sample, `{reward, metrics?, reason?, error?}`. An error takes precedence over a number, which is often
-/// a placeholder then.
+/// Parses the result of one sample, `{reward, metrics?, reason?, error?}`. An error takes precedence over a number, which is
+/// often a placeholder then.
 fn result(entry: &Map<String, Value>) -> Found {
     match entry.get("error") {
         None | Some(Value::Null) => {}

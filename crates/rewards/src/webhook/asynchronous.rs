@@ -77,8 +77,8 @@ fn milliseconds(value: &Value) -> Option<u64> {
 }
 
 impl Webhook {
-    /// Resolves a status address, which may be relative to the service's URL, and checks it against the policy for outgoing
-    /// addresses.
+    /// Resolves a status address, which may be relative to the service's URL, and checks it against the
+    /// policy for outgoing addresses.
     fn status_address(&self, status_url: &str) -> Result<Url, String> {
         let url = self.url.join(status_url).map_err(|why| format!("its status_url is not a URL ({why})"))?;
         self.client.policy.check_url(url.as_str()).map_err(|why| format!("its status_url is refused: {why}"))
@@ -93,8 +93,8 @@ impl Webhook {
         }
     }
 
-    /// Checks how the results of an accepted request (202) can arrive: by callback or at a status address. Returns an error if they
-    /// cannot.
+    /// Checks how the results of an accepted request (202) can arrive: by callback or at a status address. Returns an
+    /// error if they cannot.
     pub(super) fn check_accepted(&self, mut accepted: Accepted) -> Result<Accepted, String> {
         if !self.dialect.answers_later() {
             return Err("the service answered 202, but only synchronous answers are read".to_owned());
@@ -403,8 +403,8 @@ impl ScoringRun<'_> {
         Ok(WaitOutcome::Answer(RewardAnswer::Body { body: collected.body(&request.id) }))
     }
 
-    /// Sends a warning that the deadline of a request passed. Returns an error, which pauses the job, after several consecutive
-    /// deadlines without results.
+    /// Sends a warning that the deadline of a request passed. Returns an error, which pauses the job, after several
+    /// consecutive deadlines without results.
     pub(super) fn expired(&self, indices: &[usize], body: &str, silent: u32) -> Result<Timing, RewardFailure> {
         let webhook = self.webhook;
         let deadline_ms = webhook.plan.deadline_ms;

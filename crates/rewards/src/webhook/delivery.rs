@@ -84,9 +84,9 @@ pub struct PingReply {
 }
 
 impl Webhook {
-    /// Sends a request until the service answers. Connection errors, timeouts, 408, 425, 429 and 5xx are retried: `max_tries` times
-    /// quickly, then at growing intervals, and never while the endpoint's circuit breaker is open. Gives up after the service has
-    /// failed for `max_outage_s`.
+    /// Sends a request until the service answers. Connection errors, timeouts, 408, 425, 429 and 5xx are retried: `max_tries`
+    /// times quickly, then at growing intervals, and never while the endpoint's circuit breaker is open. Gives up after the
+    /// service has failed for `max_outage_s`.
     pub(super) async fn deliver(&self, request: &Request) -> Result<(Delivered, Counts), RewardFailure> {
         let max_outage = Duration::from_secs(self.plan.max_outage_s);
         let mut counts = Counts::default();

@@ -142,8 +142,8 @@ impl Endpoint {
         (breaker, ConcurrencyReport { limit: state.limit.current(), max: state.limit.max() })
     }
 
-    /// Admits a request, or returns the earliest time for it as an error; `None` in the error means that another request must end
-    /// first.
+    /// Admits a request, or returns the earliest time for it as an error; `None` in the error means that another
+    /// request must end first.
     fn admitted(&self, now: Instant) -> Result<Permit<'_>, Option<Instant>> {
         let mut state = self.lock();
         if let Some(hold) = state.hold {
@@ -173,8 +173,8 @@ impl Endpoint {
     }
 }
 
-/// A permit to send one request. The caller reports the request's outcome; dropping the permit means that the request was
-/// abandoned.
+/// A permit to send one request. The caller reports the request's outcome; dropping the permit means that
+/// the request was abandoned.
 #[derive(Debug)]
 pub(super) struct Permit<'a> {
     endpoint: &'a Endpoint,

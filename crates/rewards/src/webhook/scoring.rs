@@ -130,8 +130,8 @@ impl ScoringRun<'_> {
         })
     }
 
-    /// Sends a request until the outcome is final: a valid answer, the service's promise to answer later (202), or the last
-    /// permitted attempt.
+    /// Sends a request until the outcome is final: a valid answer, the service's promise to answer later (202), or
+    /// the last permitted attempt.
     pub(super) async fn send_until_final(
         &self,
         request: &Request,

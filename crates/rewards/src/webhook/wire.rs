@@ -7,8 +7,8 @@ use reqwest::header::HeaderMap;
 
 use crate::signed_post::SendError;
 
-/// Result of one attempt to send a request: status, headers, and the body, which may have been interrupted; or the reason why there
-/// was no response.
+/// Result of one attempt to send a request: status, headers, and the body, which may have been interrupted; or the reason why
+/// there was no response.
 pub(super) type Outcome = Result<(StatusCode, HeaderMap, Result<Vec<u8>, String>), NotSent>;
 
 /// First words of the error message of a timeout.
