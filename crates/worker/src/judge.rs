@@ -157,7 +157,8 @@ fn prompt_rows(rows: &[(u64, Map<String, Value>)]) -> Result<Vec<PromptRow>, Ver
     let read = |(number, row): &(u64, Map<String, Value>)| {
         let mut columns = row.clone();
         let prompt = columns.shift_remove("prompt");
-        let prompt = prompt.ok_or_else(|| failed("prompts_invalid", format!("row {number} of the dataset has no prompt")))?;
+        let prompt =
+            prompt.ok_or_else(|| failed("prompts_invalid", format!("row {number} of the dataset has no prompt")))?;
         Ok(PromptRow { prompt, columns })
     };
     rows.iter().map(read).collect()
