@@ -140,7 +140,7 @@ impl Host for ProbeRun<'_> {
         let samples: Vec<RewardSample> = request.samples.iter().map(|sample| self.with_dataset_index(sample)).collect();
         let generate_s = self.rollout_began.map_or(0.0, |began| asked.duration_since(began).as_secs_f64());
         let job = JobContext { job: JobId::new(), rollout: request.id, probe: true };
-        // At least 100 ms: built-in rewards can answer even after the preflight's time limit.
+        // The rewards get at least 100 ms, so that built-in ones can answer even after the preflight's time limit.
         let left = self.probe.deadline.saturating_duration_since(asked).max(Duration::from_millis(100));
         let scored = self
             .probe

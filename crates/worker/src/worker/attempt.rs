@@ -334,7 +334,7 @@ impl Attempt {
         let models = self.find_models(worker, claim).await?;
         let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
         let eval_rows = match &claim.plan.eval {
-            // With `eval.fraction`, the engine takes the evaluation rows from the training rows, so none are downloaded.
+            // If `eval.fraction` is set, the engine takes the evaluation rows from the training rows, so none are downloaded.
             Some(eval) if eval.fraction.is_some() => Vec::new(),
             Some(eval) if eval.dataset.id == claim.plan.dataset.id => rows.clone(),
             Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
