@@ -44,7 +44,7 @@ pub enum HubError {
         with_token: bool,
     },
     /// The repository does not exist, or is not visible without a token. The Hub does not distinguish the two.
-    #[error("the hub has no {kind} {repo}, or it is private: check the name{}", if *with_token { "and the token's permissions; a dataset cannot be used as a model, or a model as a dataset" } else { ", or provide a token (HF_TOKEN, or the header x-hub-token)" })]
+    #[error("the hub has no {kind} {repo}, or it is private: check the name{}", if *with_token { " and the token's permissions; a dataset cannot be used as a model, or a model as a dataset" } else { ", or provide a token (HF_TOKEN, or the header x-hub-token)" })]
     NoRepository {
         /// Id of the repository.
         repo: String,

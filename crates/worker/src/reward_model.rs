@@ -105,7 +105,8 @@ impl Scorer {
         let label = card.label_index(label.as_deref()).map_err(ScorerError::Setting)?;
         let max_tokens = max_length.map_or(card.max_tokens, |max| max as usize);
         if max_tokens == 0 || max_tokens > card.max_tokens {
-            let detail = format!("max_length is {max_tokens}; for this model it must be 1 to {}", card.max_tokens);
+            let detail =
+                format!("max_length is {max_tokens}; for this model max_length must be 1 to {}", card.max_tokens);
             return Err(ScorerError::Setting(detail));
         }
         let text = read_text(dir, max_tokens).map_err(EngineError::from)?;

@@ -68,7 +68,7 @@ async fn a_merged_checkpoint_is_exported_once_and_downloaded_whole() {
     let (server, user) = start("cpu");
     let id = judged(&server, &user, 4, 0.05).await;
     let done = user.run(&["export", "judged@last", "--merged", "--dtype", "bfloat16", "-o", "merged"]);
-    assert!(done.err.contains("of the update survives in bfloat16"), "{done:?}");
+    assert!(done.err.contains("of the weight update survives the rounding to bfloat16"), "{done:?}");
     assert_eq!(done.ok().trim(), "merged");
     let config: Value = serde_json::from_slice(&std::fs::read(user.path("merged/config.json")).unwrap()).unwrap();
     assert_eq!(config["dtype"], "bfloat16");
