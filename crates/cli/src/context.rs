@@ -68,7 +68,7 @@ impl Common {
     }
 }
 
-/// What a command needs to run: client, output and target server.
+/// The context that a command runs in: client, output and target server.
 pub struct Context {
     /// Client for the target server.
     pub client: Client,

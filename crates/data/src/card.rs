@@ -93,7 +93,8 @@ pub fn choose(
         let detail = match found.is_empty() {
             true => "the repository holds no data files (parquet, jsonl, json, csv or tsv)".to_owned(),
             false => format!(
-                "the repository's data format is not supported ({}); supported are parquet, jsonl, json, csv and tsv, also with .gz or .zst",
+                "the repository's data format is not supported ({}); supported are parquet, jsonl, json, csv and \
+                 tsv, also with .gz or .zst",
                 found.join(", ")
             ),
         };

@@ -266,7 +266,8 @@ fn remote_parquet(_remote: Arc<Remote>, _wanted: &Wanted, _take: &mut TakeRow<'_
 
 #[cfg(not(feature = "parquet"))]
 fn without_parquet() -> RowError {
-    let detail = "the file is a parquet file, and this rlood was built without parquet: build it with `cargo build --release --features parquet`";
+    let detail = "the file is a parquet file, and this rlood was built without parquet: build it \
+                  with `cargo build --release --features parquet`";
     whole("format", detail.to_owned())
 }
 

@@ -92,7 +92,7 @@ pub enum HubError {
     /// The Hub answered with another commit than requested: a branch moved between two requests, or a mirror mixes revisions.
     #[error("the hub answered with commit {found} instead of {expected}: try again, or use the commit as the revision")]
     CommitMoved {
-        /// The requested commit.
+        /// The commit that was requested.
         expected: String,
         /// The commit that the Hub's answer names.
         found: String,

@@ -87,7 +87,7 @@ struct HeaderEntry {
 /// Locates every tensor that a model with this config.json needs.
 pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<TensorLocation>, ModelCardError> {
     let mut found = locate_spelled(dir, config.tensors(), config.is_part)?;
-    // For each tensor stored in 8 bits, a second tensor with the scales is located.
+    // Each tensor stored in 8 bits has a second tensor with its scales, which is located too.
     let scaled = |location: &TensorLocation| location.dtype == TensorDtype::F8E4M3;
     let scales = found.iter().filter(|location| scaled(location)).map(|location| {
         let block = match (config.fp8_block, location.shape.as_slice()) {

@@ -27,7 +27,7 @@ pub struct Program<'a> {
 }
 
 impl<'a> Program<'a> {
-    /// Compiles a template.
+    /// Compiles the source of a template.
     pub fn template(name: &'a str, source: &'a str, syntax: &SyntaxConfig) -> Result<Self, Error> {
         on_a_large_stack(source, || {
             let tree = parse(source, name, syntax.clone())?;

@@ -101,7 +101,8 @@ fn check_limits(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> 
         Some(limit) if needed > limit => {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
             let detail = format!(
-                "generating needs about {} MiB, but a process may use only {} MiB (--memory-limit): lower sampling.max_completion_length or num_generations, or shorten the prompt",
+                "generating needs about {} MiB, but a process may use only {} MiB (--memory-limit): \
+                 lower sampling.max_completion_length or num_generations, or shorten the prompt",
                 mib(needed),
                 mib(limit)
             );

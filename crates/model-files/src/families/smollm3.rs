@@ -39,7 +39,9 @@ fn rotating_layers(keys: &Keys<'_>, num_layers: usize) -> Result<Vec<bool>, Mode
     match list.filter(|list| list.len() >= num_layers) {
         Some(list) => Ok(list.into_iter().take(num_layers).collect()),
         None => {
-            keys.refuse("no_rope_layers", value, "the value must have 1 (with rotary position embedding) or 0 (without) for each of num_hidden_layers layers")
+            let advice = "the value must have 1 (with rotary position embedding) or 0 (without) for each of num_hidden_layers \
+                          layers";
+            keys.refuse("no_rope_layers", value, advice)
         }
     }
 }

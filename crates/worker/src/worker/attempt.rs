@@ -116,7 +116,11 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
         Err(RunEnd::Stopped(StopReason::Shutdown)) if worker.preempted.load(Ordering::Relaxed) => Outcome::Preempted,
         Err(RunEnd::Stopped(StopReason::Shutdown)) => Outcome::Requeued,
         Err(RunEnd::Stopped(StopReason::LeaseLost)) => {
-            tracing::warn!(job = %claim_ref.job, attempt = claim_ref.attempt, "the worker has lost its claim on the job; this attempt is discarded");
+            tracing::warn!(
+                job = %claim_ref.job,
+                attempt = claim_ref.attempt,
+                "the worker has lost its claim on the job; this attempt is discarded"
+            );
             return graders.wait_until_idle().await;
         }
         Err(RunEnd::Panicked) => {
