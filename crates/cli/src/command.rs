@@ -68,7 +68,7 @@ pub enum Command {
     Completions(completions::Completions),
 }
 
-/// Runs a subcommand and returns its exit code. Errors are printed to standard error.
+/// Runs a subcommand of `rlood` and returns its exit code. Errors are printed to standard error.
 pub async fn run(command: Command) -> ExitCode {
     match dispatch(command).await {
         Ok(code) => ExitCode::from(code),

@@ -1,4 +1,4 @@
-//! One module for each command, with the command's flags and its code.
+//! One module for each subcommand of `rlood` that connects to a server, with the subcommand's flags and its code.
 
 pub mod compare;
 pub mod completions;

@@ -8,7 +8,7 @@ use crate::output::{Color, Out};
 use crate::profiles::Profiles;
 use crate::target::{Flags, Target, Variables, is_loopback};
 
-/// Retries of a request after the first attempt. They take about 3 s together, so that a wrong address is reported soon.
+/// Maximum number of retries of a request. All retries together take about 3 s, so that a wrong address is reported soon.
 const MAX_RETRIES: u32 = 4;
 
 /// Flags of every command that connects to a server.
@@ -50,7 +50,7 @@ impl Common {
         self.server.is_some() || self.key.is_some() || self.profile.is_some()
     }
 
-    /// Returns the output that these flags select.
+    /// Returns the output settings that the flags select.
     pub(crate) fn out(&self) -> Out {
         Out::new(self.json, self.color)
     }
@@ -68,13 +68,13 @@ impl Common {
     }
 }
 
-/// Everything that a command needs to run.
+/// The context that a command runs in: client, output and target server.
 pub struct Context {
     /// Client for the target server.
     pub client: Client,
-    /// Output for data and messages.
+    /// Output for data (standard output) and messages (standard error).
     pub out: Out,
-    /// The server and the key, and the profile that named them.
+    /// The server's address and the API key, and the profile that they come from.
     pub target: Target,
 }
 
@@ -87,7 +87,7 @@ impl Context {
                 let advice = if self.target.is_assumed {
                     "start a server with `rlood serve`, or name another one with --server, RLOOD_SERVER or `rlood login URL`"
                 } else {
-                    "check the address, and whether the server is running"
+                    "check the address of the server, and whether it is running"
                 };
                 CliError::Unreachable(format!("cannot connect to {server}: {advice}"))
             }
@@ -105,7 +105,7 @@ pub async fn with(common: &Common, work: impl AsyncFnOnce(&Context) -> Result<u8
     work(&context).await.map_err(|error| context.explain(error))
 }
 
-/// Creates a client for a target.
+/// Creates a client for a server.
 pub fn client_of(target: &Target) -> Result<Client, CliError> {
     let mut builder = Client::builder(&target.server).retry(Retry { max_retries: MAX_RETRIES, ..Retry::default() });
     if let Some(key) = &target.key {
@@ -113,7 +113,9 @@ pub fn client_of(target: &Target) -> Result<Client, CliError> {
     }
     if let Some(path) = &target.ca_file {
         let pem = std::fs::read(path);
-        let pem = pem.map_err(|error| CliError::Usage(format!("cannot read ca_file {}: {error}", path.display())))?;
+        let pem = pem.map_err(|error| {
+            CliError::Usage(format!("cannot read the certificates of ca_file {}: {error}", path.display()))
+        })?;
         builder = builder.root_certificates(pem);
     }
     if is_loopback(&target.server) {

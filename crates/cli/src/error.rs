@@ -30,16 +30,16 @@ pub enum CliError {
     /// The command line, or a file that it names, cannot be used.
     #[error("{0}")]
     Usage(String),
-    /// The resource does not exist.
+    /// The job, checkpoint or other resource does not exist.
     #[error("{0}")]
     NotFound(String),
-    /// Another failure, which the command line did not cause.
+    /// Another failure, which is not an error in the command line.
     #[error("{0}")]
     Failed(String),
     /// The server rejected the request or did not answer.
     #[error("{}", describe(.0))]
     Api(#[from] Error),
-    /// No server answers at the address. The text contains advice.
+    /// No server answers at the address. The text also says what the user can do.
     #[error("{0}")]
     Unreachable(String),
     /// The time limit of `--timeout` was reached.
@@ -54,17 +54,17 @@ pub enum CliError {
 }
 
 impl CliError {
-    /// Builds an error of the local machine: what was tried, and why it failed.
+    /// Returns a function that converts an I/O error of this machine; `doing` says what the command tried to do.
     pub(crate) fn local(doing: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> CliError {
         move |source| CliError::Failed(format!("cannot {doing}: {source}"))
     }
 
     /// Prints the error to standard error, and returns its exit code.
     pub fn report(&self) -> ExitCode {
-        // A closed standard error is ignored: there is no other place to report to.
+        // Errors of writing to standard error are ignored, because there is no other place to report them.
         let _ = match self {
             CliError::Closed => Ok(()),
-            // The terminal has printed ^C on this line, so the message starts on a new one.
+            // After Ctrl-C the terminal has printed ^C on the current line, so the message starts on a new line.
             CliError::Interrupted(text) => writeln!(std::io::stderr(), "\n{text}"),
             _ => writeln!(std::io::stderr(), "rlood: {self}"),
         };
@@ -100,7 +100,8 @@ fn exit_code_of(error: &Error) -> u8 {
     }
 }
 
-/// Formats the server's answer: its detail, each field error on its own line, and the request id for the server's log.
+/// Formats the server's error answer: the detail, each field error on its own line, and the request id, by which the server's
+/// log can be searched.
 fn describe(error: &Error) -> String {
     let Some(problem) = error.problem() else {
         let mut text = error.to_string();
@@ -112,14 +113,14 @@ fn describe(error: &Error) -> String {
         return text;
     };
     let mut text = match (problem.detail.as_str(), problem.title.as_str()) {
-        // The detail is about HTTP headers, which the user of a command does not set.
+        // The detail of a 401 explains HTTP headers, which the user of a command does not set, so only the title is shown.
         (_, title) if problem.status == 401 && !title.is_empty() => title.to_owned(),
         ("", "") => format!("the server answered with status {}", problem.status),
         ("", title) => title.to_owned(),
         (detail, _) => detail.to_owned(),
     };
     for error in &problem.errors {
-        // The detail often contains the only error.
+        // If there is a single field error, the detail often repeats it.
         if !text.contains(&error.detail) || !text.contains(&error.pointer) {
             text.push_str(&format!("\n  {}: {}", error.pointer, error.detail));
         }

@@ -1,4 +1,4 @@
-//! Reading of local files in pieces.
+//! Reads local files in pieces, so that large ones need little memory.
 
 use std::fs::File;
 use std::io::Read;
@@ -22,7 +22,7 @@ pub fn hash_of(path: &Path) -> std::io::Result<(Sha256Digest, u64)> {
     Ok((hash.into(), size_bytes))
 }
 
-/// Passes the bytes of a file to a function, piece by piece.
+/// Reads a file and passes its bytes to `take`, piece by piece.
 ///
 /// # Errors
 /// Fails when the file cannot be read.

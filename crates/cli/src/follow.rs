@@ -1,4 +1,4 @@
-//! Follows a job until it finishes, through restarts of the server, and reports its outcome.
+//! Follows jobs until they finish, even if the server restarts, and reports their outcome.
 
 use std::time::{Duration, Instant};
 
@@ -13,24 +13,24 @@ use crate::output::{Out, between, clean_lines, format_duration, shown};
 pub mod job_metrics;
 pub mod live;
 
-/// How long a server that was reachable before may be unreachable.
+/// How long requests are retried if a server that was reachable before is unreachable.
 const MAX_OUTAGE: Duration = Duration::from_secs(600);
 /// Pause between two attempts while the server is unreachable.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Seconds that the server may hold a request that waits for the end of a job.
 const WAIT_S: u64 = 30;
 
-/// Retries requests while a server is unreachable for a limited time.
+/// Lets a loop of requests continue while the server is unreachable, for up to ten minutes.
 #[derive(Debug, Default)]
 pub struct OutageRetry {
     since: Option<Instant>,
 }
 
 impl OutageRetry {
-    /// Returns the answer. Returns `None`, after a pause, when the request failed with a retryable error.
+    /// Returns the answer of a request. Returns `None`, after a pause, when the request failed with a retryable error.
     ///
     /// # Errors
-    /// Returns permanent errors at once, and retryable errors after ten minutes without an answer.
+    /// Returns permanent errors immediately, and retryable errors after ten minutes without an answer.
     pub async fn unwrap_or_wait<T>(&mut self, out: &Out, result: Result<T, Error>) -> Result<Option<T>, CliError> {
         match result {
             Ok(answer) => {
@@ -54,7 +54,7 @@ impl OutageRetry {
     }
 }
 
-/// Returns a string field; an empty string when the field is missing or no string.
+/// Returns a string field of a JSON object; an empty string when the field is missing or not a string.
 pub fn text<'v>(value: &'v Value, field: &str) -> &'v str {
     value[field].as_str().unwrap_or_default()
 }
@@ -87,12 +87,13 @@ pub async fn wait_for(context: &Context, id: JobId, until_paused: bool) -> Resul
         }
         let is_paused = text(&job, "state") == "paused";
         if is_paused && !is_pause_reported {
-            context
-                .out
-                .note(format!("{id} is paused ({}); resume it with `rlood resume {id}`", shown(&job["status_reason"])));
+            context.out.note(format!(
+                "job {id} is paused ({}); resume it with `rlood resume {id}`",
+                shown(&job["status_reason"])
+            ));
         }
         is_pause_reported = is_paused;
-        // The server answers immediately for a paused job and while it shuts down; the pause limits the rate of requests.
+        // The server answers immediately if a job is paused or the server shuts down, so the loop waits between requests.
         if begun.elapsed() < RETRY_INTERVAL {
             tokio::time::sleep(RETRY_INTERVAL).await;
         }
@@ -117,13 +118,14 @@ pub fn report_outcome(out: &Out, job: &Value) {
     }
     match state {
         "succeeded" => out.note(format!("  download the trained weights with `rlood pull {id}`")),
-        "failed" => out.note(format!("  read its log with `rlood logs {id}`, or run it again with `rlood retry {id}`")),
+        "failed" => out
+            .note(format!("  read the job's log with `rlood logs {id}`, or run the job again with `rlood retry {id}`")),
         "paused" => out.note(format!("  {}; resume it with `rlood resume {id}`", shown(&job["status_reason"]))),
         _ => {}
     }
 }
 
-/// Returns the exit code for finished or paused jobs: the most severe of their codes.
+/// Returns the exit code for finished or paused jobs: the most severe one of all jobs.
 pub fn exit_code<'j>(jobs: impl IntoIterator<Item = &'j Value>) -> u8 {
     let code = |job: &Value| match text(job, "state") {
         "succeeded" => 0,
@@ -203,8 +205,12 @@ pub async fn within<T>(
     work: impl Future<Output = Result<T, CliError>>,
 ) -> Result<T, CliError> {
     let Some(limit) = limit else { return work.await };
-    let over =
-        |_| CliError::Timeout(format!("not finished after {} (--timeout)", format_duration(limit.as_secs_f64())));
+    let over = |_| {
+        CliError::Timeout(format!(
+            "the command has not finished after {} (--timeout)",
+            format_duration(limit.as_secs_f64())
+        ))
+    };
     tokio::time::timeout(limit, work).await.map_err(over)?
 }
 

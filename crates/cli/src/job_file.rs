@@ -1,4 +1,4 @@
-//! Reading of a job file for `rlood submit`: the document, the changes by `--set`, and the local files that it names.
+//! Reads a job file for `rlood submit`: the job's settings, the changes by `--set`, and the local files that the job names.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -10,22 +10,22 @@ use crate::error::CliError;
 
 pub mod uploads;
 
-/// Maximum size of a document in bytes, so that a wrong file is not read completely.
+/// Maximum size of a job file in bytes, so that a wrong file is not read completely.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// The document of a job, and the folder of its file.
+/// The settings of a job as read from a file, and the folder of the file.
 #[derive(Debug)]
 pub struct JobFile {
     pub document: Value,
-    /// Folder that relative paths in the document start from.
+    /// Folder to which relative paths in the job file refer.
     pub folder: PathBuf,
 }
 
 impl JobFile {
-    /// Reads a file; `-` reads standard input.
+    /// Reads a job file; `-` reads standard input.
     ///
     /// # Errors
-    /// Fails when the file cannot be read or is not valid JSON, YAML or TOML.
+    /// Fails when the job file cannot be read or is not valid JSON, YAML or TOML.
     pub fn read(path: &Path) -> Result<Self, CliError> {
         let is_stdin = path == Path::new("-");
         let shown = if is_stdin { "standard input".to_owned() } else { path.display().to_string() };
@@ -40,7 +40,7 @@ impl JobFile {
         }
         if bytes.len() as u64 > MAX_BYTES {
             return Err(CliError::Usage(format!(
-                "{shown} is larger than {} MiB: move the rows to a separate file, and name that file in the job",
+                "the job file {shown} is larger than {} MiB: move the rows to a separate file, and name that file in the job",
                 MAX_BYTES >> 20
             )));
         }
@@ -51,15 +51,15 @@ impl JobFile {
         Ok(Self { document, folder })
     }
 
-    /// Resolves a path in the document.
+    /// Resolves a path that the job file contains.
     pub fn path(&self, given: &str) -> PathBuf {
-        // `join` returns an absolute path unchanged.
+        // `Path::join` returns an absolute path unchanged.
         self.folder.join(given)
     }
 }
 
-/// Detects the format of a text without a file name. TOML is tried only if the text is not valid YAML; JSON
-/// is a subset of YAML.
+/// Detects the format of a job that is read from standard input. TOML is tried only if the text is not valid YAML; JSON is
+/// a subset of YAML.
 fn format_of(text: &str) -> Format {
     let is_object = |format: Format| format.read(text).is_ok_and(|document| document.is_object());
     if text.trim_start().starts_with('{') {
@@ -71,16 +71,16 @@ fn format_of(text: &str) -> Format {
     }
 }
 
-/// A value of `--set`.
+/// One change of a job's settings by the flag `--set`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
-    /// The text as given on the command line.
+    /// The value as given on the command line.
     text: String,
     path: Vec<Step>,
     value: Value,
 }
 
-/// One step of a path into a document.
+/// One part of the path to a setting: a key or a list index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Step {
     Key(String),
@@ -88,10 +88,10 @@ enum Step {
 }
 
 impl Setting {
-    /// Parses `rloo.beta=0.01`, `rewards.0.weight=2`, `rewards[0].weight=2` or `name="7"`.
+    /// Parses a value of `--set`, such as `rloo.beta=0.01`, `rewards.0.weight=2`, `rewards[0].weight=2` or `name="7"`.
     ///
     /// # Errors
-    /// Returns the expected format.
+    /// Returns a message with the expected format.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (path, value) = text
             .split_once('=')
@@ -116,7 +116,7 @@ impl Setting {
         Ok(Self { text: text.to_owned(), path: steps, value: typed(value) })
     }
 
-    /// Sets the value in a document. Missing sections are created; missing list items are not.
+    /// Changes the setting in a job. Missing sections are created; missing list items are not.
     ///
     /// # Errors
     /// Fails when the path leads through a value that has no fields, or to a list item that does not exist.
@@ -133,19 +133,19 @@ impl Setting {
                 (Step::Index(index), Value::Array(items)) => {
                     let count = items.len();
                     let last = match count {
-                        0 => "the list is empty".to_owned(),
-                        _ => format!("the last item is {}", count - 1),
+                        0 => "the list in the job is empty".to_owned(),
+                        _ => format!("the last item has the number {}", count - 1),
                     };
                     items.get_mut(*index).ok_or_else(|| refused(format!("{here} has no item {index}: {last}")))?
                 }
                 (Step::Key(key), Value::Object(fields)) => fields.entry(key.clone()).or_insert(Value::Null),
-                // A numeric step can be the key of an object, for example of a map.
+                // A number in the path may also be the key of an object, for example in `map`.
                 (Step::Index(index), Value::Object(fields)) => fields.entry(index.to_string()).or_insert(Value::Null),
                 (Step::Key(key), Value::Array(_)) => {
                     return Err(refused(format!("{here} is a list: '{key}' must be an item number, starting at 0")));
                 }
                 (_, Value::Bool(_) | Value::Number(_) | Value::String(_) | Value::Null) => {
-                    return Err(refused(format!("{here} is a single value and has no fields")));
+                    return Err(refused(format!("{here} is a single value and contains no settings")));
                 }
             };
             let separator = if passed.is_empty() { "" } else { "." };
@@ -158,7 +158,7 @@ impl Setting {
         Ok(())
     }
 
-    /// Returns whether an error at this JSON pointer is about the value that the setting set.
+    /// Returns whether the server's error at a JSON pointer is about the value that this `--set` changed.
     pub fn is_at(&self, pointer: &str) -> bool {
         let own: String = self
             .path
@@ -171,16 +171,16 @@ impl Setting {
         pointer == own || pointer.strip_prefix(&own).is_some_and(|rest| rest.starts_with('/'))
     }
 
-    /// Returns the text as given on the command line.
+    /// Returns the flag's value as given on the command line.
     pub fn text(&self) -> &str {
         &self.text
     }
 }
 
-/// Returns the JSON value of the text if it is valid JSON, else the text as a string.
+/// Parses the value after `=`: as JSON if it is valid JSON, else as a string.
 fn typed(text: &str) -> Value {
     let text = text.trim();
-    // JSON does not allow `.5` and `1.`, but people write them.
+    // Numbers such as `.5` and `1.` are not valid JSON, but users write them.
     let number = || {
         text.parse::<f64>()
             .ok()
@@ -261,7 +261,7 @@ mod tests {
             ("rewards[x]=1", "not a list index"),
             ("rewards[0=1", "not a list index"),
             ("model.name=1", "--set model.name=1: 'model' is a single value"),
-            ("rewards.2.weight=1", "--set rewards.2.weight=1: 'rewards' has no item 2: the last item is 0"),
+            ("rewards.2.weight=1", "--set rewards.2.weight=1: 'rewards' has no item 2: the last item has the number 0"),
             ("rewards.first=1", "'first' must be an item number"),
         ] {
             let error = set(&document, &[text]).unwrap_err();

@@ -1,24 +1,24 @@
-//! Lists of the API, read page by page or as one document.
+//! Reads lists of the API, such as jobs or samples, page by page.
 
 use rlood_client::{RawAnswer, RawCall};
 use serde_json::{Value, json};
 
 use crate::error::CliError;
 
-/// Items per page, the largest number that the API allows.
+/// Number of items requested per page, the maximum that the API allows.
 const PAGE: usize = 100;
 
-/// Items of a list, and the document that contains them.
+/// The items of a list of the API, and the JSON document that contains them.
 #[derive(Debug)]
 pub struct Listing {
-    /// The items that were read, in the API's order.
+    /// The items that were read, in the order of the API.
     pub items: Vec<Value>,
-    /// The first page's document with the items of all pages. With a single page, the server's text unchanged.
+    /// The JSON of the first page, with the items of all pages. If there is a single page, the server's text unchanged.
     pub document: String,
 }
 
 impl Listing {
-    /// Reads the first `limit` items of a list; 0 reads all items.
+    /// Reads the first `limit` items of a list of the API; 0 reads all items.
     ///
     /// # Errors
     /// Fails when the server does not answer with a page.
@@ -37,7 +37,7 @@ impl Listing {
         }
     }
 
-    /// Reads a list from a cursor to its end.
+    /// Reads a list of the API from a cursor to its end.
     ///
     /// # Errors
     /// Fails for the same reasons as [`Listing::read`].
@@ -45,7 +45,7 @@ impl Listing {
         Self::pages(call.query("limit", PAGE), after).await
     }
 
-    /// Reads a list to its end. The server chooses the size of its pages.
+    /// Reads a list of the API to its end. The server chooses the size of the pages.
     ///
     /// # Errors
     /// Fails for the same reasons as [`Listing::read`].
@@ -67,7 +67,7 @@ impl Listing {
         }
     }
 
-    /// Removes all items but the last `count`.
+    /// Keeps only the last `count` items.
     pub fn keep_last(&mut self, count: usize) {
         let skipped = self.items.len().saturating_sub(count);
         if skipped > 0 {
@@ -76,7 +76,7 @@ impl Listing {
         }
     }
 
-    /// Reads the first `limit` items that satisfy a condition; 0 reads all of them.
+    /// Reads the first `limit` items of a list that satisfy a condition; 0 reads all such items.
     ///
     /// # Errors
     /// Fails for the same reasons as [`Listing::read`].
@@ -88,7 +88,7 @@ impl Listing {
             first.get_or_insert(answer);
             if page.next.is_none() || (limit > 0 && items.len() >= limit) {
                 items.truncate(if limit == 0 { usize::MAX } else { limit });
-                // The server's cursor counts unfiltered items, so it is not returned.
+                // The server's cursor refers to the unfiltered list, so it is left out of the filtered one.
                 return Ok(Self::of(items, None, first, true));
             }
             after = page.next;

@@ -1,5 +1,6 @@
-//! Names of jobs and checkpoints on the command line. A job: its id, the beginning of its id, its name, or `@last`. A
-//! checkpoint: its id, or a job followed by `@120`, `@last` or `@best`.
+//! Resolves the names of jobs and checkpoints on the command line. A job is named by its id, the beginning of its id,
+//! its name, or `@last` (the last submitted one). A checkpoint is named by its id, or by a job followed by `@120` (the
+//! step), `@last` or `@best`.
 
 use rlood_client::Which;
 use rlood_types::id::{CheckpointId, JobId};
@@ -11,9 +12,9 @@ use crate::listing::Listing;
 use crate::output::{clean, format_age, shown};
 use crate::profiles;
 
-/// Minimum number of characters after `job_` in an abbreviated id.
+/// Minimum number of characters after `job_` in an abbreviated job id.
 const MIN_PREFIX: usize = 6;
-/// Maximum number of jobs that are listed when several jobs have the same name.
+/// Maximum number of jobs that an error message lists when several jobs have the same name.
 const MAX_SHOWN_JOBS: usize = 20;
 const LAST: &str = "@last";
 
@@ -24,7 +25,9 @@ const LAST: &str = "@last";
 pub async fn job(context: &Context, word: &str) -> Result<JobId, CliError> {
     if word == LAST {
         let last = profiles::last_job(&context.target.name())?;
-        return last.parse().map_err(|_| CliError::NotFound(format!("@last: '{}' is not a job id", clean(&last))));
+        return last
+            .parse()
+            .map_err(|_| CliError::NotFound(format!("@last: the saved '{}' is not a job id", clean(&last))));
     }
     if let Ok(id) = word.parse() {
         return Ok(id);
@@ -92,19 +95,19 @@ fn id_of(job: &Value) -> Result<JobId, CliError> {
     })
 }
 
-/// A parsed checkpoint argument.
+/// A parsed command-line argument that names a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CheckpointName {
     /// A checkpoint, named by its id.
     Id(CheckpointId),
-    /// A job, and which of its checkpoints.
+    /// A job, and the selection of one of its checkpoints.
     OfJob(String, Pick),
 }
 
 /// Selects one checkpoint of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pick {
-    /// The best checkpoint if one is marked, else the newest.
+    /// The job's best checkpoint by evaluation if there is one, else the newest.
     Result,
     /// The newest or the best checkpoint.
     Which(Which),
@@ -113,7 +116,7 @@ pub enum Pick {
 }
 
 impl CheckpointName {
-    /// Parses `ckpt_…`, `JOB`, `JOB@120`, `JOB@last` or `JOB@best`.
+    /// Parses the name of a checkpoint: `ckpt_…`, `JOB`, `JOB@120`, `JOB@last` or `JOB@best`.
     ///
     /// # Errors
     /// Fails when the text after `@` is not a step, `last` or `best`.
@@ -121,7 +124,7 @@ impl CheckpointName {
         if let Ok(id) = word.parse() {
             return Ok(CheckpointName::Id(id));
         }
-        // A job's name may contain an @, and `@last` alone is a job.
+        // The last `@` separates job and checkpoint, because a job's name may contain one; `@last` alone is a job.
         let Some((job, pick)) = word.rsplit_once('@').filter(|(job, _)| !job.is_empty()) else {
             return Ok(CheckpointName::OfJob(word.to_owned(), Pick::Result));
         };
@@ -160,7 +163,7 @@ pub async fn checkpoint(context: &Context, word: &str) -> Result<rlood_client::C
             let of_ending = job["ending"]["checkpoint"]["id"].as_str();
             match (&job["ending"], of_ending) {
                 (Value::Null, _) => best().or(checkpoints.first()),
-                // A job that an alert ended early names its result. Checkpoints after the alert are not its result.
+                // If an alert ended a job early, the job names the checkpoint that is its result; later checkpoints are not used.
                 (_, of_ending) => {
                     checkpoints.iter().find(|checkpoint| Some(checkpoint.id.to_string().as_str()) == of_ending)
                 }

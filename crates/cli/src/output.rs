@@ -10,9 +10,9 @@ use serde_json::Value;
 
 use crate::error::CliError;
 
-/// Characters of a sparkline, from lowest to highest.
+/// Block characters of a sparkline, from lowest to highest.
 const BLOCKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-/// Placeholder for a missing value.
+/// Placeholder that is printed for a missing value.
 pub const NONE: &str = "–";
 
 /// When output is colored.
@@ -35,12 +35,12 @@ pub struct Out {
     pub is_terminal: bool,
     /// Whether the user can be asked a question: standard input and standard error are a terminal.
     pub can_ask: bool,
-    /// Number of columns of the terminal; `None` means that lines are not truncated.
+    /// Number of columns of the terminal, to which lines are truncated; `None` means that lines are not truncated.
     width: Option<usize>,
 }
 
 impl Out {
-    /// Creates the settings from the flags, the environment and the type of the standard streams.
+    /// Creates the output settings from the flags, the environment and the type of the standard streams.
     pub fn new(json: bool, color: Color) -> Self {
         let (stdout, stderr) = (std::io::stdout().is_terminal(), std::io::stderr().is_terminal());
         let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
@@ -55,15 +55,15 @@ impl Out {
         Self { json, is_terminal: stdout, can_ask: stderr && std::io::stdin().is_terminal(), width }
     }
 
-    /// Prints a line of data.
+    /// Prints a line of data to standard output.
     ///
     /// # Errors
-    /// Returns [`CliError::Closed`] when the reader has exited, else the write error.
+    /// Returns [`CliError::Closed`] when the program that reads standard output has exited, else the write error.
     pub fn line(&self, text: impl AsRef<str>) -> Result<(), CliError> {
         self.text(&format!("{}\n", text.as_ref()))
     }
 
-    /// Prints text without adding a line feed.
+    /// Prints text to standard output without adding a line feed.
     ///
     /// # Errors
     /// Fails for the same reasons as [`Out::line`].
@@ -75,7 +75,7 @@ impl Out {
         })
     }
 
-    /// Prints the server's JSON, with exactly one line feed at the end.
+    /// Prints the server's JSON to standard output, with exactly one line feed at the end.
     ///
     /// # Errors
     /// Fails for the same reasons as [`Out::line`].
@@ -88,7 +88,7 @@ impl Out {
         note(text);
     }
 
-    /// Asks the user for confirmation.
+    /// Asks the user on the terminal for confirmation.
     ///
     /// # Errors
     /// Fails when there is no terminal, or the answer is not yes.
@@ -100,7 +100,7 @@ impl Out {
         }
         let _ = write!(std::io::stderr(), "{question} [y/N] ");
         let mut answer = String::new();
-        std::io::stdin().read_line(&mut answer).map_err(CliError::local("read the answer"))?;
+        std::io::stdin().read_line(&mut answer).map_err(CliError::local("read the answer to the confirmation"))?;
         match answer.trim().to_ascii_lowercase().as_str() {
             "y" | "yes" => Ok(()),
             _ => Err(CliError::Usage("not confirmed; nothing was changed".to_owned())),
@@ -118,23 +118,23 @@ impl Out {
 
 /// Prints a message to standard error.
 pub fn note(text: impl AsRef<str>) {
-    // A closed standard error must not stop the command.
+    // Errors are ignored, because a closed standard error must not stop the command.
     let _ = writeln!(std::io::stderr(), "{}", text.as_ref());
 }
 
-/// A table whose columns are as wide as their widest cell.
+/// A table for standard output whose columns are as wide as their widest cell.
 #[derive(Debug)]
 pub struct Table {
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    /// Creates a table with these headings.
+    /// Creates an empty table with the given column headings.
     pub fn new(headings: &[&str]) -> Self {
         Self { rows: vec![headings.iter().map(|heading| (*heading).to_owned()).collect()] }
     }
 
-    /// Adds a row of cells.
+    /// Adds a row of cells to the table.
     pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.rows.push(cells.into_iter().collect());
     }
@@ -176,7 +176,7 @@ pub fn clean(text: &str) -> String {
         .collect()
 }
 
-/// Makes untrusted text safe for a terminal: keeps line feeds and tabs, replaces other control characters.
+/// Makes untrusted text of several lines safe for a terminal: keeps line feeds and tabs, replaces other control characters.
 pub fn clean_lines(text: &str) -> String {
     text.chars()
         .map(|letter| if letter.is_control() && letter != '\n' && letter != '\t' { '\u{fffd}' } else { letter })
@@ -210,7 +210,7 @@ pub fn format_number(value: f64) -> String {
     }
 }
 
-/// Formats a number, or returns [`NONE`].
+/// Formats an optional number; [`NONE`] if there is none.
 pub fn format_optional(value: Option<f64>) -> String {
     value.map_or_else(|| NONE.to_owned(), format_number)
 }
@@ -252,7 +252,7 @@ pub fn between(from: &Value, to: &Value) -> Option<f64> {
     Some(time(to)?.duration_since(time(from)?).as_secs_f64())
 }
 
-/// Draws values as a line of block characters, averaged down to at most `width` characters.
+/// Returns a sparkline of values: block characters, averaged down to at most `width` characters.
 pub fn sparkline(values: &[f64], width: usize) -> String {
     let values: Vec<f64> = values.iter().copied().filter(|value| value.is_finite()).collect();
     let count = values.len().min(width);
@@ -272,10 +272,10 @@ pub fn sparkline(values: &[f64], width: usize) -> String {
     means.iter().map(block).collect()
 }
 
-/// Parses a duration of a flag: `90`, `30s`, `10m`, `2h`, `1d`. A number without a unit is in seconds.
+/// Parses the duration that a flag gives: `90`, `30s`, `10m`, `2h`, `1d`. A number without a unit is in seconds.
 ///
 /// # Errors
-/// Returns the expected format.
+/// Returns a message with the expected format.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let refused = || format!("'{text}' is not a duration; must be like 30s, 10m, 2h or 1d");
     let (number, unit) = match text.char_indices().last() {
@@ -287,7 +287,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     };
     let number: f64 = number.parse().map_err(|_| refused())?;
     Duration::try_from_secs_f64(number * unit).map_err(|_| refused()).and_then(|span| {
-        // Longer durations overflow when they are added to the clock.
+        // The maximum is 100 years, because longer durations overflow when they are added to the current time.
         if span <= Duration::from_secs(100 * 366 * 86_400) { Ok(span) } else { Err(refused()) }
     })
 }

@@ -1,4 +1,5 @@
-//! The file of profiles, `$XDG_CONFIG_HOME/rlood/config.toml`, and the job that was submitted last with each profile.
+//! The file with the profiles of `rlood login`, `$XDG_CONFIG_HOME/rlood/config.toml`, and the job that was submitted
+//! last with each profile.
 //!
 //! ```toml
 //! default = "prod"
@@ -20,12 +21,12 @@ use crate::error::CliError;
 const DEFAULT: &str = "default";
 const PROFILES: &str = "profiles";
 
-/// Address of a server, and the credentials for it.
+/// A profile: the address of a server, and the credentials for it.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Profile {
     /// Address of the server.
     pub server: String,
-    /// API key, if it is stored in the file.
+    /// API key, if the profile stores it.
     pub key: Option<String>,
     /// Shell command whose first line of output is the API key.
     pub key_command: Option<String>,
@@ -33,7 +34,7 @@ pub struct Profile {
     pub ca_file: Option<PathBuf>,
 }
 
-/// The parsed file of profiles. Fields that this program does not know are preserved.
+/// The parsed file with the profiles. Fields that this program does not know are preserved.
 #[derive(Debug)]
 pub struct Profiles {
     path: PathBuf,
@@ -41,10 +42,10 @@ pub struct Profiles {
 }
 
 impl Profiles {
-    /// Reads the file; a missing file counts as empty.
+    /// Reads the file with the profiles; a missing file counts as empty.
     ///
     /// # Errors
-    /// Fails when the file cannot be read or is not valid TOML.
+    /// Fails when the file with the profiles cannot be read or is not valid TOML.
     pub fn open() -> Result<Self, CliError> {
         Self::read(&folder("XDG_CONFIG_HOME", ".config")?.join("config.toml"))
     }
@@ -60,7 +61,7 @@ impl Profiles {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
             Err(error) => return Err(CliError::Usage(format!("cannot read {}: {error}", path.display()))),
         };
-        // The file may contain keys, so the error message must not quote it.
+        // The file may contain API keys, so the error message must not quote it.
         let table = text.parse::<Table>().map_err(|error| {
             let line = error.span().map_or(0, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
             CliError::Usage(format!("{} is not valid TOML (line {line}): {}", path.display(), error.message()))
@@ -112,7 +113,7 @@ impl Profiles {
         CliError::Usage(format!("{}: profile '{name}': {what}", self.path.display()))
     }
 
-    /// Returns the first profile for this server.
+    /// Returns the first profile for a server's address.
     pub fn of_server(&self, server: &str) -> Option<(String, Profile)> {
         let is_of_server = |profile: &Profile| profile.server.trim_end_matches('/') == server.trim_end_matches('/');
         self.names().into_iter().find_map(|name| Some((name.to_owned(), self.get(name).ok().filter(is_of_server)?)))
@@ -153,17 +154,17 @@ impl Profiles {
         }
     }
 
-    /// Writes the file, readable only by its owner, and returns its path.
+    /// Writes the file with the profiles, readable only by its owner, and returns its path.
     ///
     /// # Errors
-    /// Fails when the file cannot be written.
+    /// Fails when the file with the profiles cannot be written.
     pub fn save(&self) -> Result<&Path, CliError> {
         write_private(&self.path, self.table.to_string().as_bytes())?;
         Ok(&self.path)
     }
 }
 
-/// Returns the job that was submitted last from this machine to a target.
+/// Returns the job that was submitted last from this machine to a server.
 ///
 /// # Errors
 /// Returns `NotFound` when no job was submitted yet.
@@ -175,7 +176,7 @@ pub fn last_job(target: &str) -> Result<String, CliError> {
     table.get(target).and_then(Value::as_str).map(str::to_owned).ok_or_else(none)
 }
 
-/// Records a job as the one that was submitted last to a target.
+/// Records a job as the one that was submitted last to a server.
 ///
 /// # Errors
 /// Fails when the file cannot be written.
@@ -195,14 +196,14 @@ pub fn read_state(file: &str, name: &str) -> Option<String> {
 /// Fails when the file cannot be written.
 pub fn write_state(file: &str, name: &str, value: &str) -> Result<(), CliError> {
     let path = folder("XDG_STATE_HOME", ".local/state")?.join(file);
-    // A damaged file is replaced: it only caches values that can be found again.
+    // A damaged state file is replaced: its values can be found again.
     let text = std::fs::read_to_string(&path).unwrap_or_default();
     let mut table = text.parse::<Table>().unwrap_or_default();
     table.insert(name.to_owned(), value.into());
     write_private(&path, table.to_string().as_bytes())
 }
 
-/// Returns the folder `rlood` in an XDG directory, or in its default location below the user's home.
+/// Returns the folder `rlood` in an XDG directory (config or state), or in the directory's default location below the user's home.
 fn folder(variable: &str, below_home: &str) -> Result<PathBuf, CliError> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let base = absolute(variable).or_else(|| absolute("HOME").map(|home| home.join(below_home)));

@@ -1,7 +1,7 @@
-//! Selection of the server that a command connects to, and of the key.
+//! Selects the server that a command connects to, and the API key.
 //!
 //! The server comes from the first of these that is set: `--server`, `--profile`, `RLOOD_SERVER`, `RLOOD_PROFILE`, the default
-//! profile, this machine. The key comes from `--key`, the profile named by `--profile`, `RLOOD_KEY`, or the selected profile. A
+//! profile, this machine. The API key comes from `--key`, the profile named by `--profile`, `RLOOD_KEY`, or the selected profile. A
 //! profile's key is sent only to the profile's server.
 
 use std::path::PathBuf;
@@ -10,10 +10,10 @@ use std::process::{Command, Stdio};
 use crate::error::CliError;
 use crate::profiles::{Profile, Profiles};
 
-/// Default address of `rlood serve`.
+/// Default address of a server that `rlood serve` starts.
 pub const LOCAL: &str = "http://127.0.0.1:8080";
 
-/// Values of the connection flags.
+/// Values of the flags that select the server and the API key.
 #[derive(Default, Clone, Copy)]
 pub struct Flags<'a> {
     /// Address given by `--server`.
@@ -24,7 +24,7 @@ pub struct Flags<'a> {
     pub profile: Option<&'a str>,
 }
 
-/// Values of the environment variables. An empty variable counts as not set.
+/// Values of the environment variables that select the server and the API key. An empty variable counts as not set.
 #[derive(Default)]
 pub struct Variables {
     /// Server address in `RLOOD_SERVER`.
@@ -36,14 +36,14 @@ pub struct Variables {
 }
 
 impl Variables {
-    /// Reads the variables of this process.
+    /// Reads these environment variables of this process.
     pub fn of_environment() -> Self {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         Self { server: variable("RLOOD_SERVER"), key: variable("RLOOD_KEY"), profile: variable("RLOOD_PROFILE") }
     }
 }
 
-/// A server with the key to use for it.
+/// The server that a command connects to, with the API key to use for it.
 pub struct Target {
     /// Address of the server.
     pub server: String,
@@ -51,14 +51,14 @@ pub struct Target {
     pub key: Option<String>,
     /// PEM file with certificates to trust in addition to the system's.
     pub ca_file: Option<PathBuf>,
-    /// Name of the profile that gave the server or the key.
+    /// Name of the profile that the server or the key comes from.
     pub profile: Option<String>,
-    /// Whether nothing named a server, so that [`LOCAL`] is assumed.
+    /// Whether no flag, variable or profile names a server, so that [`LOCAL`] is used.
     pub is_assumed: bool,
 }
 
 impl Target {
-    /// Selects the target by the rules in the module's description.
+    /// Selects the server and the API key by the rules in the module's description.
     ///
     /// # Errors
     /// Fails when a profile does not exist or its key command fails.
@@ -67,7 +67,7 @@ impl Target {
         let named = |name: &str| Ok::<_, CliError>((name.to_owned(), profiles.get(name)?));
         let found = match (server, profile) {
             (None, Some(name)) => Some(named(name)?),
-            // A profile for another server would send its key to the wrong server.
+            // A profile for another server than --server is rejected, because its key would be sent to the wrong server.
             (Some(server), Some(name)) => {
                 let (name, profile) = named(name)?;
                 if profile.server.trim_end_matches('/') != server.trim_end_matches('/') {
@@ -97,7 +97,7 @@ impl Target {
         Ok(Self { server, key, ca_file: found.ca_file, profile: name, is_assumed })
     }
 
-    /// Creates the target of a profile that is not saved yet.
+    /// Creates the target (server and key) of a profile that is not saved yet.
     ///
     /// # Errors
     /// Fails when the profile's key command fails.
@@ -106,7 +106,8 @@ impl Target {
         Ok(Self { server, key: key_of(profile)?, ca_file, profile: None, is_assumed: false })
     }
 
-    /// Returns the name under which local state for this server and profile is stored.
+    /// Returns the name under which the state for this server and profile, such as the last submitted job, is
+    /// stored on this machine.
     pub fn name(&self) -> String {
         match &self.profile {
             Some(profile) => format!("{profile} {}", self.server),
@@ -115,7 +116,7 @@ impl Target {
     }
 }
 
-/// Returns the key of a profile; runs its key command if it has one.
+/// Returns the API key of a profile; runs its key command if it has one.
 fn key_of(profile: &Profile) -> Result<Option<String>, CliError> {
     let Some(command) = &profile.key_command else { return Ok(profile.key.clone()) };
     let output = Command::new("sh").args(["-c", command]).stderr(Stdio::inherit()).stdin(Stdio::inherit()).output();
@@ -127,10 +128,10 @@ fn key_of(profile: &Profile) -> Result<Option<String>, CliError> {
     let text = String::from_utf8(output.stdout).map_err(|_| failed("printed text that is not UTF-8".to_owned()))?;
     let key = text.lines().next().map(str::trim).filter(|key| !key.is_empty());
     key.map(|key| Some(key.to_owned()))
-        .ok_or_else(|| failed("printed nothing; the first line must be the key".to_owned()))
+        .ok_or_else(|| failed("printed nothing; the first line must be the API key".to_owned()))
 }
 
-/// Returns whether an address is a loopback address.
+/// Returns whether a server's address is a loopback address, so that the server runs on this machine.
 pub fn is_loopback(server: &str) -> bool {
     let rest = server.split_once("://").map_or(server, |(_, rest)| rest);
     let host = rest.split('/').next().unwrap_or("");

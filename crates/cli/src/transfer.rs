@@ -1,4 +1,4 @@
-//! Downloads of folders: files are collected in a staging folder, which is renamed when it is complete.
+//! Downloads folders, such as checkpoints: the files are collected in a staging folder, which is renamed when it is complete.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,10 +13,10 @@ use crate::files::hash_of;
 /// How often the progress bar is updated.
 const BAR_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Returns whether the folder contains exactly the content of these files already.
+/// Returns whether the target folder contains exactly the files to download already.
 ///
 /// # Errors
-/// Fails when the folder contains anything else.
+/// Fails when the target folder contains anything else.
 pub fn is_downloaded(target: &Path, files: &[FileEntry]) -> Result<bool, CliError> {
     let entries = match std::fs::read_dir(target) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
@@ -37,7 +37,7 @@ pub fn is_downloaded(target: &Path, files: &[FileEntry]) -> Result<bool, CliErro
     Ok(true)
 }
 
-/// Shows a progress bar of a folder's size while `work` fills the folder.
+/// Shows a progress bar while `work` downloads files into a folder, from the folder's size.
 pub async fn with_bar<T, E>(
     context: &Context,
     total: u64,
@@ -49,7 +49,7 @@ where
 {
     let template = "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {eta}";
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-    // indicatif draws on standard error, and only if it is a terminal.
+    // The crate `indicatif` draws the bar on standard error, and only if that is a terminal.
     let bar = if context.out.json { ProgressBar::hidden() } else { ProgressBar::new(total).with_style(style) };
     let mut work = std::pin::pin!(work);
     let done = loop {
@@ -69,12 +69,12 @@ fn size_of(folder: &Path) -> u64 {
 
 /// A staging folder beside the target folder. It is kept after an interruption, so that the download can resume.
 pub struct Staging {
-    /// The path that files are downloaded to.
+    /// The path of the staging folder.
     pub path: PathBuf,
 }
 
 impl Staging {
-    /// Creates the staging folder for this target and content.
+    /// Creates the staging folder for a target folder and its files, or finds the one of an interrupted download.
     ///
     /// # Errors
     /// Fails when the folder cannot be created.
@@ -92,7 +92,7 @@ impl Staging {
     /// # Errors
     /// Fails when the target exists and is not empty, or the disk fails.
     pub fn publish(self, target: &Path) -> Result<(), CliError> {
-        let failed = || CliError::local(format!("name the folder {}", target.display()));
+        let failed = || CliError::local(format!("rename the downloaded folder to {}", target.display()));
         std::fs::File::open(&self.path).and_then(|folder| folder.sync_all()).map_err(failed())?;
         std::fs::rename(&self.path, target).map_err(failed())?;
         let parent = target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));

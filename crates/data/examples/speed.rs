@@ -12,7 +12,7 @@ use rlood_types::dataset::Recipe;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-/// Hashes the written bytes, as the server does, and discards them.
+/// A writer that hashes the converted rows, as the server does, and discards them.
 struct Hashed(Sha256);
 
 impl Write for Hashed {

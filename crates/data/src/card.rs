@@ -1,4 +1,4 @@
-//! Chooses the files of a dataset split in a repository: from the YAML in its README, else from the file names.
+//! Chooses the files of a dataset's split in a Hub repository: from the YAML in the README, else from the file names.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -17,7 +17,7 @@ const SPLITS: [(&str, &[&str]); 3] = [
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
 
-/// The files chosen for a split.
+/// The files chosen for a dataset's split.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chosen {
     /// The configuration's name; `default` if the repository names none.
@@ -28,12 +28,12 @@ pub struct Chosen {
     pub files: Vec<String>,
 }
 
-/// The reason why no files can be chosen.
+/// The reason why no files can be chosen for a dataset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CannotChoose {
     /// The request field at fault: `config`, `split` or `hub`.
     pub field: &'static str,
-    /// The problem, and the choices that exist.
+    /// Why no files can be chosen, and which configurations or splits exist.
     pub detail: String,
     /// True if the repository has data, but in no supported format: the hub may offer a converted copy.
     pub is_unreadable: bool,
@@ -61,14 +61,14 @@ fn default_name() -> String {
     "default".to_owned()
 }
 
-/// The splits of a configuration, each with patterns or files.
+/// A configuration's splits, each with its file names or patterns of file names.
 struct Layout {
     config: String,
     is_default: bool,
     splits: Vec<(String, Vec<String>)>,
 }
 
-/// Chooses the files of a configuration's split.
+/// Chooses the files of a split of a dataset's configuration.
 ///
 /// # Errors
 /// Fails if the configuration or split must be named, does not exist, or has no supported format. The
@@ -93,7 +93,8 @@ pub fn choose(
         let detail = match found.is_empty() {
             true => "the repository holds no data files (parquet, jsonl, json, csv or tsv)".to_owned(),
             false => format!(
-                "its data format is not supported ({}); supported are parquet, jsonl, json, csv and tsv, also with .gz or .zst",
+                "the repository's data format is not supported ({}); supported are parquet, jsonl, json, csv and \
+                 tsv, also with .gz or .zst",
                 found.join(", ")
             ),
         };
@@ -177,7 +178,7 @@ fn layouts_from_readme(readme: &str, files: &[String]) -> Vec<Layout> {
         .collect()
 }
 
-/// Parses `data_files`: a pattern, a list of patterns, or `[{split, path}]`.
+/// Parses the field `data_files` of a README's YAML: a pattern of file names, a list of patterns, or `[{split, path}]`.
 fn patterns_of(data_files: &Value) -> Option<Vec<(String, Vec<String>)>> {
     let texts = |value: &Value| -> Vec<String> {
         match value {
@@ -205,8 +206,8 @@ fn patterns_of(data_files: &Value) -> Option<Vec<(String, Vec<String>)>> {
     }
 }
 
-/// Guesses the splits as `datasets` does: from `data/{split}-00000-of-00001.*`, then from words in folder names, then
-/// in file names; else all files are `train`.
+/// Guesses the splits from the file names as the library `datasets` does: from `data/{split}-00000-of-00001.*`, then from words in
+/// folder names, then in file names; else all files are `train`.
 fn splits_from_names(files: &[String]) -> Vec<(String, Vec<String>)> {
     let data: Vec<&String> = files.iter().filter(|file| is_data(file)).collect();
     let guesses: [fn(&str) -> Option<String>; 3] = [split_of_shard, split_of_folder, split_of_name];
@@ -229,7 +230,7 @@ fn splits_from_names(files: &[String]) -> Vec<(String, Vec<String>)> {
     }
 }
 
-/// Returns the split of a shard's name, such as `data/train_prefs-00000-of-00004.parquet`.
+/// Returns the split that the name of a numbered file contains, such as `data/train_prefs-00000-of-00004.parquet`.
 fn split_of_shard(file: &str) -> Option<String> {
     let name = file.rsplit('/').next()?;
     let (before, total) = name.rsplit_once("-of-")?;
@@ -248,7 +249,7 @@ fn split_of_name(file: &str) -> Option<String> {
     split_of(file.rsplit('/').next()?)
 }
 
-/// Finds a word for a split between `- . _`, blanks and digits.
+/// Finds a word that stands for a split, such as `train` or `dev`, between `- . _`, blanks and digits of a name.
 fn split_of(text: &str) -> Option<String> {
     let lower = text.to_ascii_lowercase();
     let words: Vec<&str> = lower.split(|c: char| !c.is_ascii_alphabetic()).collect();
@@ -266,7 +267,7 @@ fn is_readable(file: &str) -> bool {
     ending(file).is_some_and(|ending| READABLE.contains(&ending)) && is_data(file)
 }
 
-/// Whether a file holds data, and is not a description of it.
+/// Whether a file of a repository contains rows, and is not a description such as `dataset_infos.json`.
 fn is_data(file: &str) -> bool {
     let name = file.rsplit('/').next().unwrap_or(file);
     let described =

@@ -1,17 +1,17 @@
-//! Looks up columns by name and by path, and suggests the name that was probably meant.
+//! Looks up the columns of a source row by name and by path, and suggests the name that was probably meant.
 
 use serde_json::{Map, Value};
 
 /// A row of a source file.
 pub type Row = Map<String, Value>;
 
-/// Finds the value at a path: a column with exactly that name, else a column followed by keys and indices
+/// Finds a row's value at a path: a column with exactly that name, else a column followed by keys and indices
 /// into objects and lists.
 pub fn find<'r>(row: &'r Row, path: &str) -> Option<&'r Value> {
     if let Some(value) = row.get(path) {
         return Some(value);
     }
-    // The longest prefix of the path that is a column.
+    // Tries the longest prefix of the path first that is the name of a column.
     let ends = path.char_indices().rev().filter(|(_, c)| *c == '.').map(|(at, _)| at);
     for end in ends {
         let (name, rest) = path.split_at(end);
@@ -26,7 +26,7 @@ pub fn find<'r>(row: &'r Row, path: &str) -> Option<&'r Value> {
     None
 }
 
-/// The column that a path begins with, judged by the path alone.
+/// The name of the column that a path begins with: the text before the first `.` or `[`.
 pub fn column_of_path(path: &str) -> &str {
     path.split('.').next().unwrap_or(path)
 }
@@ -36,12 +36,15 @@ pub fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str> + Clone) -> 
     let shown: Vec<&str> = names.clone().take(20).collect();
     let more = if names.clone().count() > shown.len() { ", …" } else { "" };
     let meant = nearest(name, names).map_or_else(String::new, |near| format!(" (did you mean '{near}'?)"));
-    let list =
-        if shown.is_empty() { "there are none".to_owned() } else { format!("columns are {}{more}", shown.join(", ")) };
+    let list = if shown.is_empty() {
+        "the row has no columns".to_owned()
+    } else {
+        format!("columns are {}{more}", shown.join(", "))
+    };
     format!("there is no column '{}'; {list}{meant}", shorten(name))
 }
 
-/// Returns the name that is close enough to be the intended one.
+/// Returns the existing name that is most similar to a wrong one, if it is similar enough to be the intended one.
 pub fn nearest<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     let near = |other: &&str| strsim::damerau_levenshtein(&name.to_lowercase(), &other.to_lowercase());
     let best = names.min_by_key(near)?;

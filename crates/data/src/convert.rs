@@ -1,4 +1,4 @@
-//! Converts source files to canonical rows, or previews the first rows.
+//! Converts source files to the rows of a dataset, or previews the first rows.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -18,7 +18,7 @@ use super::source::{Flow, NOT_FETCHED, Place, Source, Wanted, each_row, whole};
 
 /// Bytes buffered before each write.
 const WRITE_BYTES: usize = 256 << 10;
-/// How long a preview may search for rows that pass the recipe's filter.
+/// How long a preview may search for rows that pass the filter `where` of the conversion.
 const PREVIEW_SEARCH_TIME: Duration = Duration::from_millis(200);
 
 /// Limits and defaults of a conversion.
@@ -26,35 +26,36 @@ const PREVIEW_SEARCH_TIME: Duration = Duration::from_millis(200);
 pub struct Options<'o> {
     /// The format that the upload's media type names; file names and file content take precedence.
     pub format: Option<Format>,
-    /// Whether a text becomes a chat if the map does not say: true if the model has a chat template, or is not known.
+    /// Whether a text prompt becomes a chat message if the settings (`map`) do not say: true if the model has a chat template,
+    /// or is not known.
     pub chat_default: bool,
-    /// Whether rows must have answers: a column `completion`, or a chat whose last message is the answer.
+    /// Whether rows must have answers, as for a warm-up: a column `completion`, or a chat whose last message is the answer.
     pub answers: bool,
-    /// The maximum size of the kept rows, in bytes.
+    /// The maximum total size in bytes of the dataset's rows.
     pub max_bytes: u64,
-    /// Set to true to end the conversion soon.
+    /// Another thread sets this to true to cancel the conversion.
     pub cancelled: &'o AtomicBool,
 }
 
 /// The result of writing a dataset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Converted {
-    /// A summary of the kept rows.
+    /// A summary of the dataset's rows.
     pub summary: Summary,
     /// Number of source rows that were read.
     pub rows_read: u64,
 }
 
-/// A preview of the first rows.
+/// A preview of the first rows of the source files.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Preview {
     /// The columns found in the source's first rows.
     pub columns: Vec<PreviewColumn>,
     /// The first rows as the source has them.
     pub source_rows: Vec<Value>,
-    /// The first rows that the mapping keeps, after mapping.
+    /// The first rows after mapping and filtering.
     pub rows: Vec<Value>,
-    /// A map that would work: set if there is no prompt, or if a reward would not find the answer.
+    /// A suggested mapping of the columns: set if the mapped rows have no prompt, or if a reward would not find the answer.
     pub suggested_map: Option<Value>,
     /// The errors found in the first rows.
     pub rejected: Option<Rejected>,
@@ -69,7 +70,7 @@ pub struct PreviewColumn {
     pub kind: &'static str,
 }
 
-/// Maps and writes the rows of all sources, in order: ndjson, one compact object per line.
+/// Converts and writes the rows of all source files, in order: ndjson, one compact object per line.
 ///
 /// # Errors
 /// Reports everything that is wrong with the recipe, the files and the rows (the first [`MAX_ERRORS`]), a dataset that
@@ -106,7 +107,7 @@ pub fn convert(
     Ok(Converted { summary, rows_read })
 }
 
-/// Previews the first rows: as they are, and after mapping. Writes nothing and reads only as much as it needs.
+/// Previews the first rows of the source files: as they are, and after mapping. Writes nothing and reads only as much as it needs.
 ///
 /// # Errors
 /// Fails if the recipe or a file cannot be used at all. Errors in rows are part of the result.
@@ -161,12 +162,12 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
     Ok(Preview { columns, source_rows, rows: mapped, suggested_map, rejected: ended })
 }
 
-/// Whether an error only says that nothing more is fetched, while there are rows to show.
+/// Whether an error only says that no more of a remote file is fetched, although the preview already has rows to show.
 fn is_enough(error: &RowError, rows: &[Value]) -> bool {
     error.code == NOT_FETCHED && !rows.is_empty()
 }
 
-/// How long the preview waited for remote sources. That time does not count against the preview's own limit.
+/// How long the preview waited for remote files. That time does not count against the preview's time limit.
 fn waited(sources: &[Source]) -> Duration {
     sources.iter().map(Source::waited).sum()
 }
@@ -197,7 +198,7 @@ fn rejected(error: RowError) -> Rejected {
     Rejected { errors: vec![error], num_errors: 1 }
 }
 
-/// Prefixes an error with its position: `row 17 (data/train.parquet, row group 0): …`.
+/// Prefixes the error about a row with the row's position: `row 17 (data/train.parquet, row group 0): …`.
 fn with_position(source: &Source, place: Place, error: RowError) -> RowError {
     let group = place.row_group.map_or_else(String::new, |group| format!(", row group {group}"));
     let detail = format!("row {} ({}{group}): {}", place.row, source.name, error.detail);
@@ -208,7 +209,7 @@ fn in_file(source: &Source, error: RowError) -> RowError {
     RowError { detail: format!("{}: {}", source.name, error.detail), ..error }
 }
 
-/// One pass over the sources, which maps and filters their rows.
+/// One pass over the source files, which maps and filters their rows.
 struct Pass<'p> {
     mapping: Option<&'p Mapping>,
     options: &'p Options<'p>,
@@ -237,7 +238,8 @@ impl<'p> Pass<'p> {
             without: mapping.unread().to_vec(),
             images: mapping.dropped().to_vec(),
         });
-        // A parquet file may return only the requested columns, so only text formats show all columns.
+        // A parquet file's rows contain only the requested columns. The columns that were left out exist too, so
+        // they count as seen.
         if sources.iter().any(|source| source.name.ends_with(".parquet")) {
             self.seen.extend(wanted.without.iter().chain(&wanted.images).cloned());
         }
@@ -285,7 +287,7 @@ impl<'p> Pass<'p> {
             Ok(None) => Flow::More,
             Ok(Some(row)) => match take(row) {
                 Ok(flow) => flow,
-                // These errors do not belong to this row: no later row can be stored either.
+                // These two errors stop the conversion, because no later row can be stored either.
                 Err(error) if error.code == "too_large" || error.code == "unwritable" => {
                     self.error(error);
                     Flow::Enough
@@ -296,7 +298,7 @@ impl<'p> Pass<'p> {
         }
     }
 
-    /// Maps a row. Returns None if the filter drops it.
+    /// Maps a source row to a dataset row. Returns None if the filter `where` drops the row.
     fn map(&mut self, row: Value) -> Result<Option<Value>, RowError> {
         let Some(mapping) = self.mapping else {
             if let Some(fields) = row.as_object().filter(|row| !row.contains_key("prompt")) {
@@ -318,7 +320,7 @@ impl<'p> Pass<'p> {
         }
     }
 
-    /// Reports names that no row had.
+    /// Reports an error for each column name in the settings that no row had.
     fn check_names(&mut self) {
         let Some(mapping) = self.mapping else { return };
         for (at, name) in mapping.referenced_columns() {
@@ -329,7 +331,7 @@ impl<'p> Pass<'p> {
         }
     }
 
-    /// Records an error. Stops reading after many errors if not a single row was good.
+    /// Records the error about a row. Stops reading after many errors if not a single row could be used.
     fn record_error(&mut self, error: RowError) -> Flow {
         let hopeless = self.num_errors + 1 == self.rows_read && self.num_errors >= MAX_ERRORS as u64;
         self.error(error);
@@ -349,12 +351,12 @@ impl<'p> Pass<'p> {
     }
 }
 
-/// Chooses which of the kept rows are written.
+/// Chooses which of the mapped rows are written, if the settings limit their number.
 enum Sample {
-    /// Takes this many rows from the beginning.
+    /// Writes this many rows from the beginning.
     First(u64),
-    /// Takes `left` of the remaining `of - at` rows, each subset equally likely (Knuth, The Art of Computer Programming
-    /// 2, 3.4.2, algorithm S).
+    /// Writes a random sample: `left` of the remaining `of - at` rows, each subset equally likely (Knuth, The Art of Computer
+    /// Programming 2, 3.4.2, algorithm S).
     Drawn { seed: u64, left: u64, of: u64, at: u64 },
 }
 
@@ -401,7 +403,7 @@ fn splitmix64(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Writes rows in their canonical form.
+/// Writes dataset rows in their canonical form (compact JSON, one row per line).
 struct Writer<'w> {
     out: &'w mut dyn Write,
     rows: Rows,
@@ -418,8 +420,11 @@ impl Writer<'_> {
         self.rows.add_value(0, &row, &mut self.buffer);
         if self.rows.num_errors() > errors {
             let bytes = row.to_string().len();
-            let detail =
-                if bytes > MAX_ROW_BYTES { too_long(&row, bytes) } else { "too many different columns".to_owned() };
+            let detail = if bytes > MAX_ROW_BYTES {
+                too_long(&row, bytes)
+            } else {
+                "the dataset's rows have too many different columns".to_owned()
+            };
             return Err(whole("row_too_long", detail));
         }
         self.written += (self.buffer.len() - before) as u64;
@@ -446,7 +451,7 @@ impl Writer<'_> {
     }
 }
 
-/// Name and bytes of a row's largest column, for an error message.
+/// Returns the name and the size in bytes of a row's largest column, for an error message.
 fn largest(row: &Value) -> Option<(String, usize)> {
     let row = row.as_object()?;
     row.iter().map(|(name, value)| (name.clone(), value.to_string().len())).max_by_key(|(_, bytes)| *bytes)
@@ -455,7 +460,10 @@ fn largest(row: &Value) -> Option<(String, usize)> {
 /// Formats the error for a row that is too long.
 fn too_long(row: &Value, bytes: usize) -> String {
     let largest = largest(row).map_or_else(String::new, |(name, bytes)| {
-        format!(": '{}' alone has {bytes}; drop it with map.drop, or shorten it", super::columns::shorten(&name))
+        format!(
+            ": the column '{}' alone has {bytes}; drop it with map.drop, or shorten it",
+            super::columns::shorten(&name)
+        )
     });
     format!("the row has {bytes} bytes, the maximum is {MAX_ROW_BYTES}{largest}")
 }

@@ -36,8 +36,8 @@ fn alternatives(pattern: &str) -> Vec<String> {
     written.iter().map(|start| format!("{start}{rest}")).collect()
 }
 
-/// Matches in time proportional to pattern length times text length: after each piece of the pattern, it keeps the set
-/// of positions in the text where a match may end.
+/// Matches a pattern without backtracking, in time proportional to pattern length times text length: after each piece of the
+/// pattern, the set of positions in the text where a match may end is known.
 fn glob(mut pattern: &[u8], text: &[u8]) -> bool {
     if pattern.len() > MAX_PATTERN || text.len() > MAX_PATTERN {
         return false;
@@ -67,7 +67,7 @@ fn glob(mut pattern: &[u8], text: &[u8]) -> bool {
                     reached |= here;
                     reached
                 }
-                // `**/` matches nothing, or whole folders.
+                // The pattern `**/` matches the empty text or whole folders.
                 Piece::Folders => {
                     let ended = here || (reached && before(at) == Some(b'/'));
                     reached |= here;
@@ -83,7 +83,7 @@ fn glob(mut pattern: &[u8], text: &[u8]) -> bool {
     ends.last().copied().unwrap_or_default()
 }
 
-/// A piece of a pattern.
+/// A piece of a file name pattern.
 enum Piece<'p> {
     Byte(u8),
     One,

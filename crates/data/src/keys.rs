@@ -1,8 +1,9 @@
-//! The set of keys that `unique` has seen: 128 bits of each key's hash, in tables that grow by a quarter.
+//! The keys of the rows so far, for the setting `unique` (no two rows with the same key): 128 bits of each key's hash, in tables
+//! that grow by a quarter.
 
 use sha2::{Digest, Sha256};
 
-/// Number of tables, chosen by the hash's first bits: growing copies only one of them.
+/// Number of tables among which the hashes are distributed by their first bits, so that growing copies only one table at a time.
 const TABLES: usize = 256;
 const INITIAL_SLOTS: usize = 16;
 
@@ -14,7 +15,7 @@ pub struct Keys {
 
 #[derive(Debug, Default)]
 struct Table {
-    /// The slots; 0 marks a free slot.
+    /// The slots of each table; 0 marks a free slot.
     slots: Vec<u128>,
     used: usize,
 }
@@ -25,7 +26,7 @@ impl Keys {
         Keys { tables: (0..TABLES).map(|_| Table::default()).collect() }
     }
 
-    /// Inserts a key. Returns whether the set did not contain it before.
+    /// Inserts a row's key. Returns whether the set did not contain it before.
     pub fn insert(&mut self, key: &[u8]) -> bool {
         let digest: [u8; 32] = Sha256::digest(key).into();
         let (start, _) = digest.split_at(16);
@@ -36,7 +37,7 @@ impl Keys {
         self.tables.get_mut(table).is_none_or(|table| table.insert(hash))
     }
 
-    /// Bytes of memory that the tables use.
+    /// Returns the bytes of memory that the tables use.
     #[cfg(test)]
     fn bytes(&self) -> usize {
         self.tables.iter().map(|table| table.slots.capacity() * 16).sum()

@@ -1,4 +1,4 @@
-//! The mapping from source rows to dataset rows.
+//! The mapping (`map`) from the columns of source rows to the fields of dataset rows.
 
 use rlood_types::dataset::{COMPLETION, InvalidRecipe, PROMPT, RecipeMap, RowError, presets};
 use rlood_types::spec::SampleTemplate;
@@ -7,7 +7,7 @@ use std::cell::OnceCell;
 
 use super::columns::{Row, column_of_path, find, kind, shorten, unknown};
 
-/// A compiled mapping, which transforms rows.
+/// A compiled mapping, which converts source rows to dataset rows.
 #[derive(Debug)]
 pub struct Mapping {
     prompt: Option<Text>,
@@ -20,11 +20,12 @@ pub struct Mapping {
     condition: Option<SampleTemplate>,
     unique: Vec<String>,
     cut_answer: bool,
-    /// If there is no column `prompt`, a column with chat messages under a usual name becomes the prompt.
+    /// Whether a column with chat messages, under a usual name such as `messages`, becomes the prompt if there
+    /// is no column `prompt`.
     takes_chats: bool,
 }
 
-/// The source of a field's value.
+/// How the value of a dataset row's field is computed.
 #[derive(Debug)]
 enum Text {
     /// A column, or a path into one: the value is taken unchanged.
@@ -72,7 +73,7 @@ impl Text {
                 }
                 let known = row.contains_key(column_of_path(path));
                 let why = match known {
-                    true => format!("'{}' does not exist in '{}'", shorten(path), column_of_path(path)),
+                    true => format!("'{}' does not exist in the column '{}'", shorten(path), column_of_path(path)),
                     false => unknown(column_of_path(path), row.keys().map(String::as_str)),
                 };
                 wrong("unknown_column", format!("{at}: {why}"))
@@ -84,7 +85,7 @@ impl Text {
         }
     }
 
-    /// The column's name, if this is a plain column.
+    /// Returns the column's path, if the value is a plain column and not a template.
     fn column(&self) -> Option<&str> {
         match self {
             Text::Path(path) => Some(path),
@@ -93,7 +94,7 @@ impl Text {
     }
 }
 
-/// Formats a template's error. If a column is missing or null, the error names that column.
+/// Converts the error of a template. If a column that the template reads is missing or null, the error names that column.
 fn template_failed(at: &str, source: &str, why: &str, row: &Row) -> RowError {
     let words: Vec<&str> = identifiers(source);
     if let Some(name) = words.iter().find(|word| row.get(**word).is_some_and(Value::is_null)) {
@@ -107,13 +108,13 @@ fn template_failed(at: &str, source: &str, why: &str, row: &Row) -> RowError {
     wrong("template_failed", format!("{at}: {}", shorten(why)))
 }
 
-/// The identifiers that occur in a template.
+/// Returns the identifiers that occur in a template.
 fn identifiers(source: &str) -> Vec<&str> {
     let split = source.split(|c: char| !(c.is_alphanumeric() || c == '_'));
     split.filter(|word| word.starts_with(|c: char| c.is_alphabetic() || c == '_')).collect()
 }
 
-/// The first identifier after the first `{{`.
+/// Returns the first identifier after the first `{{` of a template.
 fn first_variable(source: &str) -> Option<&str> {
     identifiers(source.split_once("{{")?.1).into_iter().next()
 }
@@ -123,8 +124,8 @@ fn wrong(code: &'static str, detail: String) -> RowError {
 }
 
 impl Mapping {
-    /// Compiles a map. Without a map, rows stay unchanged. `chat_default` says whether the model has a chat template,
-    /// or is not known.
+    /// Compiles the settings of a mapping. Without settings, rows stay unchanged. `chat_default` says whether the model has a chat
+    /// template, or is not known.
     ///
     /// # Errors
     /// Fails if a template does not compile, and names its field.
@@ -163,20 +164,20 @@ impl Mapping {
         })
     }
 
-    /// Adapts the mapping to rows with answers: if neither the map nor a column names the prompt, the row's
+    /// Adapts the mapping to rows with answers: if neither the settings nor a column names the prompt, the row's
     /// chat is the prompt.
     pub fn with_chat_prompts(self) -> Mapping {
         Mapping { takes_chats: true, ..self }
     }
 
-    /// The column with the row's chat, for rows without a prompt.
+    /// Returns the name of the column with the row's chat messages, for rows without a column `prompt`.
     fn chat_column(&self, row: &Row) -> &'static str {
         let is_chat = |name: &&str| row.get(*name).is_some_and(Value::is_array);
         let chats = CHATS.iter().filter(|_| self.takes_chats && !row.contains_key(PROMPT));
         chats.copied().find(is_chat).unwrap_or(PROMPT)
     }
 
-    /// The source columns that the mapping needs. None means all, because other columns are kept or a template may
+    /// Returns the source columns that the mapping needs. None means all, because other columns are kept or a template may
     /// read any of them.
     pub fn needed(&self) -> Option<Vec<String>> {
         let keep = self.keep.as_ref()?;
@@ -196,7 +197,7 @@ impl Mapping {
         is_plain.then_some(needed)
     }
 
-    /// The columns that are always dropped and that nothing else reads.
+    /// Returns the columns that the mapping drops (`drop`) and that no template reads, so that they need not be read from the file.
     pub fn unread(&self) -> &[String] {
         let texts = self.prompt.iter().chain(self.columns.iter().map(|(_, text)| text));
         let is_plain = texts.clone().all(|text| text.column().is_some())
@@ -208,12 +209,12 @@ impl Mapping {
         if is_plain && !is_read { &self.drop } else { &[] }
     }
 
-    /// The columns that are dropped.
+    /// Returns the columns that the mapping drops (`drop`).
     pub fn dropped(&self) -> &[String] {
         &self.drop
     }
 
-    /// The names in `keep`, `drop` and `unique`, each with its field. Each must be a column of some row.
+    /// Returns the names in the settings `keep`, `drop` and `unique`, each with its setting. Each must be a column of some row.
     pub fn referenced_columns(&self) -> Vec<(&'static str, String)> {
         let kept = self.keep.iter().flatten().map(|name| ("map.keep", name.clone()));
         let dropped = self.drop.iter().map(|name| ("map.drop", name.clone()));
@@ -223,7 +224,7 @@ impl Mapping {
     /// Maps a source row to a dataset row.
     ///
     /// # Errors
-    /// Says what is wrong with the row, and names the field of the map.
+    /// Says what is wrong with the row, and names the setting of the mapping.
     pub fn apply(&self, row: Value) -> Result<Mapped, RowError> {
         let Value::Object(row) = row else {
             return Err(wrong("not_an_object", format!("a row must be a JSON object, not {}", kind(&row))));
@@ -248,7 +249,7 @@ impl Mapping {
         let mut out = Map::with_capacity(row.len() + made.len() + 1);
         out.insert(PROMPT.to_owned(), prompt);
         let key = self.key(&row, &out, &made)?;
-        // The column that became the prompt is dropped.
+        // The chat column that became the prompt is not kept under its old name.
         let chat = if self.prompt.is_none() { self.chat_column(&row) } else { PROMPT };
         let stays = |name: &str| match &self.keep {
             Some(keep) => keep.iter().any(|kept| kept == name),
@@ -260,7 +261,7 @@ impl Mapping {
             }
         }
         for (name, value) in made {
-            // A computed column is kept, because the map asks for it by name.
+            // A column that the mapping computes is kept even if `keep` does not list it.
             out.insert(name.clone(), value);
         }
         Ok(Mapped::Row(Value::Object(out), key))
@@ -308,7 +309,7 @@ impl Mapping {
         }
     }
 
-    /// Computes the key that `unique` compares: mapped names take precedence over source columns.
+    /// Computes the key by which `unique` compares rows. A name refers to a mapped column first, else to a source column.
     fn key(&self, row: &Row, out: &Map<String, Value>, made: &[(&String, Value)]) -> Result<Option<Vec<u8>>, RowError> {
         if self.unique.is_empty() {
             return Ok(None);
@@ -319,7 +320,7 @@ impl Mapping {
             let value = mapped.or_else(|| find(row, name)).ok_or_else(|| {
                 wrong("unknown_column", format!("map.unique: {}", unknown(name, row.keys().map(String::as_str))))
             })?;
-            // A line break separates the values, since JSON on one line contains none.
+            // A line break separates the values of a key, since compact JSON contains none.
             key.extend_from_slice(value.to_string().as_bytes());
             key.push(b'\n');
         }
@@ -327,7 +328,7 @@ impl Mapping {
     }
 }
 
-/// The row as the template engine's values, created when the first template needs them.
+/// The row, converted to the template engine's values when the first template needs them.
 struct Variables<'r> {
     row: &'r Row,
     made: OnceCell<minijinja::Value>,
@@ -343,7 +344,7 @@ impl<'r> Variables<'r> {
     }
 }
 
-/// Converts `{from, value}` to `{role, content}`; leaves anything else unchanged.
+/// Converts a chat message `{from, value}` (ShareGPT) to `{role, content}`; leaves anything else unchanged.
 fn as_message(message: Value) -> Value {
     let Some((from, text)) = message.get("from").zip(message.get("value")) else { return message };
     let role = match from.as_str() {
@@ -356,7 +357,7 @@ fn as_message(message: Value) -> Value {
     json!({"role": role, "content": text})
 }
 
-/// Whether a template treats the value as true.
+/// Returns whether a template's `if` treats a JSON value as true.
 fn is_true(value: &Value) -> bool {
     match value {
         Value::Null => false,

@@ -16,7 +16,7 @@ use serde_json::Value;
 
 /// Maximum size of a source row, in bytes, before columns are dropped from it.
 pub const MAX_SOURCE_ROW_BYTES: usize = 64 << 20;
-/// Bytes read from a file in one call.
+/// Number of bytes read from a file in one call.
 const PIECE_BYTES: usize = 64 << 10;
 /// Bytes at the start of a file that decide its format.
 const DETECT_BYTES: usize = 4096;
@@ -24,13 +24,13 @@ const DETECT_BYTES: usize = 4096;
 pub use ranges::Ranges;
 use ranges::Remote;
 
-/// The error code for a remote file whose parts could not be fetched, or would be too large.
+/// The error code for a remote file of which the needed parts could not be fetched, or are too large.
 pub const NOT_FETCHED: &str = "not_fetched";
 
-/// A file of rows.
+/// A source file with rows.
 #[derive(Debug, Clone)]
 pub struct Source {
-    /// The name shown in errors; its extension decides the format if the content does not.
+    /// The file name shown in errors; its extension decides the format if the content does not.
     pub name: String,
     at: At,
 }
@@ -48,12 +48,12 @@ impl Source {
         Source { name: name.into(), at: At::Path(path.into()) }
     }
 
-    /// Creates a source for a remote parquet file, which fetches only what the first rows need.
+    /// Creates a source for a remote parquet file, of which only the parts that the first rows need are fetched.
     pub fn elsewhere(name: impl Into<String>, ranges: impl Ranges + 'static) -> Source {
         Source { name: name.into(), at: At::Elsewhere(Arc::new(Remote::new(Box::new(ranges)))) }
     }
 
-    /// How long fetching parts of the file has taken.
+    /// Returns how long fetching parts of a remote file has taken.
     pub fn waited(&self) -> Duration {
         match &self.at {
             At::Path(_) => Duration::ZERO,
@@ -62,7 +62,7 @@ impl Source {
     }
 }
 
-/// The position of a row.
+/// The position of a row in a source file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     /// The row's number in its file, from 1.
@@ -71,14 +71,14 @@ pub struct Place {
     pub row_group: Option<usize>,
 }
 
-/// Whether the caller wants more rows.
+/// Whether the reader of rows should continue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flow {
     More,
     Enough,
 }
 
-/// Receives a row, or the error that replaces it.
+/// A function that receives each row of a file, or the error about it.
 pub type TakeRow<'t> = dyn FnMut(Place, Result<Value, RowError>) -> Flow + 't;
 
 /// The compression of a whole file.
@@ -89,19 +89,19 @@ enum Packing {
     Zstd,
 }
 
-/// The columns that a columnar file must read.
+/// The columns of a parquet file that a conversion needs.
 #[derive(Debug, Clone, Default)]
 pub struct Wanted {
-    /// Reads only these columns; None means all.
+    /// Columns to read; None means all.
     pub only: Option<Vec<String>>,
-    /// Skips these columns if present.
+    /// Columns to leave out, if the file has them.
     pub without: Vec<String>,
-    /// Skips these columns if they hold images, which no template can read.
+    /// Columns to leave out if they contain images, which no template can read.
     pub images: Vec<String>,
 }
 
 impl Wanted {
-    /// Whether to read a column.
+    /// Returns whether a column must be read.
     #[cfg(feature = "parquet")]
     pub fn reads(&self, name: &str, is_image: bool) -> bool {
         let named = |list: &[String]| list.iter().any(|known| known == name);
@@ -109,11 +109,11 @@ impl Wanted {
     }
 }
 
-/// Passes the rows of a file to `take` until the caller wants no more. Checks `stop` between chunks, even if
+/// Passes the rows of a file to `take` until `take` wants no more. Checks the flag `stop` between chunks of the file, even if
 /// they contain no rows.
 ///
 /// # Errors
-/// Fails if the whole file cannot be read.
+/// Fails if the file as a whole cannot be read.
 pub fn each_row(
     source: &Source,
     hint: Option<Format>,
@@ -133,7 +133,7 @@ pub fn each_row(
         return parquet(file, wanted, take);
     }
     if source.name.ends_with(".parquet") {
-        return Err(whole("parquet", "it is not a parquet file: it does not begin with PAR1".to_owned()));
+        return Err(whole("parquet", "the file is not a parquet file: it does not begin with PAR1".to_owned()));
     }
     if start.starts_with(b"ARROW1") || source.name.ends_with(".arrow") {
         return Err(whole("format", "Arrow files are not supported: write parquet (to_parquet())".to_owned()));
@@ -172,7 +172,7 @@ pub fn each_row(
     if start.starts_with(b"PAR1") {
         return Err(whole(
             "format",
-            "a compressed parquet file: decompress it, parquet has its own compression".to_owned(),
+            "the file is a compressed parquet file: decompress it, parquet has its own compression".to_owned(),
         ));
     }
     let format = Format::of_file_name(name)
@@ -181,7 +181,7 @@ pub fn each_row(
     texts(format, &start, &mut bytes, take, (&broken, stop))
 }
 
-/// Detects a `.json` file that holds one object per line, which is common.
+/// Detects a `.json` file that is really ndjson (one object per line), which is common.
 fn corrected(named: Format, start: &[u8]) -> Format {
     match (named, detect_text_format(start)) {
         (Format::Json, Format::Ndjson) => Format::Ndjson,
@@ -266,7 +266,8 @@ fn remote_parquet(_remote: Arc<Remote>, _wanted: &Wanted, _take: &mut TakeRow<'_
 
 #[cfg(not(feature = "parquet"))]
 fn without_parquet() -> RowError {
-    let detail = "a parquet file, and this rlood was built without parquet: build it with `cargo build --release --features parquet`";
+    let detail = "the file is a parquet file, and this rlood was built without parquet: build it \
+                  with `cargo build --release --features parquet`";
     whole("format", detail.to_owned())
 }
 
@@ -287,7 +288,7 @@ fn unreadable(error: io::Error) -> RowError {
     whole("unreadable", format!("cannot be read: {error}"))
 }
 
-/// Creates an error about the whole file.
+/// Creates an error about a file, not about one of its rows.
 pub fn whole(code: &'static str, detail: String) -> RowError {
     RowError { line: 0, code, detail }
 }

@@ -11,17 +11,17 @@ use crate::fetch::hash;
 use crate::hash::FileHash;
 use crate::id::{Repo, RepoKind, is_safe_path};
 
-/// A model in the cache.
+/// A model in the cache of huggingface_hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cached {
-    /// Commit as 40 hexadecimal digits.
+    /// Commit of the model as 40 hexadecimal digits.
     pub commit: String,
-    /// Folder of the snapshot.
+    /// Folder with the model's files at this commit.
     pub path: PathBuf,
 }
 
-/// Finds the model's snapshot if config, tokenizer and weights are all in the cache. Reads only the config and the
-/// index; [`verify_cached`] checks the content.
+/// Finds the cached files of a model if config, tokenizer and weights are all there. Reads only the config and the weights' index;
+/// [`verify_cached`] checks the content.
 pub fn find_cached(cache: &Path, repo: &Repo) -> Option<Cached> {
     let kind = match repo.kind {
         RepoKind::Model => "models",
@@ -57,7 +57,7 @@ pub async fn verify_cached(cached: &Cached) -> Result<Option<String>, crate::Hub
     Ok(None)
 }
 
-/// Returns the names of config, tokenizer and weights; `None` if one of them is missing.
+/// Returns the file names of a cached model's config, tokenizer and weights; `None` if one of these files is missing.
 fn required_files(folder: &Path) -> Option<Vec<String>> {
     let mut names = vec!["config.json".to_owned(), "tokenizer.json".to_owned()];
     if let Ok(index) = std::fs::read(folder.join("model.safetensors.index.json")) {
@@ -73,7 +73,7 @@ fn required_files(folder: &Path) -> Option<Vec<String>> {
     } else {
         names.push("model.safetensors".to_owned());
     }
-    // A broken link has no metadata, so `is_file` returns false for it.
+    // A link to a blob that is missing has no metadata, so `is_file` returns false for it.
     names.iter().all(|name| folder.join(name).is_file()).then_some(names)
 }
 
@@ -84,7 +84,7 @@ mod tests {
 
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-    /// Creates a cache as huggingface_hub 2.4.0 writes it.
+    /// Creates a cache folder in the layout of huggingface_hub 2.4.0.
     fn cache(files: &[(&str, &[u8])]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let model = dir.path().join("models--org--name");

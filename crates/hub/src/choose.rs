@@ -1,4 +1,4 @@
-//! Selects the files of a repository that a model needs, and rejects repositories without a usable model.
+//! Selects the files of a Hub repository that a model needs, and rejects repositories without a usable model.
 
 use serde_json::Value;
 
@@ -11,7 +11,7 @@ const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Optional files besides weights and config. `modules.json` belongs to reward models.
+/// Files that a model may have besides weights and config. `modules.json` belongs to reward models.
 const OPTIONAL_FILES: [&str; 6] = [
     "generation_config.json",
     "tokenizer.json",
@@ -21,10 +21,10 @@ const OPTIONAL_FILES: [&str; 6] = [
     "modules.json",
 ];
 
-/// Maximum size of a config or index file, in bytes. A larger file is not a valid one.
+/// Maximum size in bytes of a config or of an index of weights. A larger file is not a valid one.
 const MAX_SMALL_FILE_BYTES: u64 = 64 << 20;
 
-/// The files of a repository at one commit that are to be downloaded.
+/// A planned download: the files of a Hub repository at one commit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RepoPlan {
     /// The repository as requested.
@@ -40,15 +40,15 @@ pub struct RepoPlan {
 }
 
 impl RepoPlan {
-    /// Returns the size of all files in bytes.
+    /// Returns the total size in bytes of the files to download.
     pub fn total_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.size_bytes).sum()
     }
 }
 
 impl Hub {
-    /// Looks up a model and selects its files: config, tokenizer, chat templates and safetensors. Pickles
-    /// and code are never selected.
+    /// Looks up a model on the Hub and selects its files: config, tokenizer, chat templates and safetensors. Pickles and
+    /// code are never selected.
     ///
     /// # Errors
     /// Fails like [`Hub::info`], or with `Unusable` when the repository contains no such model.
@@ -71,7 +71,7 @@ impl Hub {
             shards.sort_unstable();
             shards.dedup();
             if shards.is_empty() {
-                return Err(unusable(format!("its {INDEX} lists no shards")));
+                return Err(unusable(format!("its {INDEX} lists no weight files")));
             }
             files.push(index.clone());
             for shard in shards {
@@ -94,13 +94,13 @@ impl Hub {
         Ok(RepoPlan { repo: repo.clone(), commit: info.commit, is_restricted: info.is_restricted, files, config })
     }
 
-    /// Reads a small file of a repository.
+    /// Reads a small file of a Hub repository into memory.
     ///
     /// # Errors
     /// Fails with `Unusable` when the file is larger than 64 MiB, or like [`Hub::info`].
     pub async fn read_file(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<Vec<u8>, HubError> {
         if file.size_bytes > MAX_SMALL_FILE_BYTES {
-            let why = format!("its {} has {} bytes", file.path, file.size_bytes);
+            let why = format!("its {} is too large ({} bytes)", file.path, file.size_bytes);
             return Err(HubError::Unusable { repo: repo.to_string(), why });
         }
         let url = self.file_url(repo, commit, &file.path)?;
@@ -109,8 +109,10 @@ impl Hub {
 
     async fn document(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<Value, HubError> {
         let bytes = self.read_file(repo, commit, file).await?;
-        serde_json::from_slice(&bytes)
-            .map_err(|error| HubError::Unusable { repo: repo.to_string(), why: format!("its {}: {error}", file.path) })
+        serde_json::from_slice(&bytes).map_err(|error| HubError::Unusable {
+            repo: repo.to_string(),
+            why: format!("its {} cannot be parsed: {error}", file.path),
+        })
     }
 }
 
@@ -167,7 +169,7 @@ pub struct ConvertedFile {
     pub config: String,
     /// Split that the file belongs to.
     pub split: String,
-    /// Path on the branch `refs/convert/parquet`.
+    /// Path of the file on the branch `refs/convert/parquet`.
     #[serde(rename = "url", deserialize_with = "path_of_url")]
     pub path: String,
 }

@@ -23,7 +23,7 @@ pub struct HubEnvironment {
 }
 
 impl HubEnvironment {
-    /// Reads the variables with this function: [`std::env::var`] with errors as `None`, except in tests.
+    /// Reads the settings from environment variables. `variable` returns the value of one: [`std::env::var`], except in tests.
     pub fn read(variable: impl Fn(&str) -> Option<String>) -> HubEnvironment {
         let set = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         let first = |names: &[&str]| names.iter().find_map(|name| set(name));

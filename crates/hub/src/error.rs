@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use rlood_types::outgoing::OutgoingError;
 
-/// Reason why a repository, a plan or a file is not available. No message contains a token or the query of a signed URL.
+/// Reason why a repository or a file of the Hub is not available. No message contains a token or the query of a signed URL.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     /// Offline mode forbids all requests.
@@ -15,25 +15,25 @@ pub enum HubError {
         /// Id of the repository.
         repo: String,
     },
-    /// The connection could not be opened, or repeatedly broke without progress.
+    /// The connection to the Hub could not be opened, or repeatedly broke without progress.
     #[error("{host} cannot be reached: {detail}")]
     Unreachable {
         /// Host and port of the server.
         host: String,
-        /// Message of the last failure.
+        /// Error message of the last attempt.
         detail: String,
     },
-    /// The outgoing address policy forbids the target of a redirect.
+    /// The policy for outgoing addresses forbids the target of a redirect.
     #[error("the hub redirects to an address that is not permitted: {source}")]
     Redirect {
-        /// The rule that forbids the address.
+        /// The rule of the policy that forbids the address.
         #[source]
         source: OutgoingError,
     },
-    /// A redirect that no client should follow.
+    /// The Hub's answer is a redirect that is not safe to follow; the text says why.
     #[error("the hub's redirect is refused: {0}")]
     BadRedirect(&'static str),
-    /// The license was not accepted.
+    /// The repository is gated, and the user has not accepted its license.
     #[error("{repo} is gated: accept its license at {page} with the account of the token{}", if *with_token { "" } else { ", and provide a token (HF_TOKEN, or the header x-hub-token)" })]
     Gated {
         /// Id of the repository.
@@ -44,7 +44,7 @@ pub enum HubError {
         with_token: bool,
     },
     /// The repository does not exist, or is not visible without a token. The Hub does not distinguish the two.
-    #[error("the hub has no {kind} {repo}, or it is private: check the name{}", if *with_token { " and the token's permissions; a dataset is not a model and vice versa" } else { ", or provide a token (HF_TOKEN, or the header x-hub-token)" })]
+    #[error("the hub has no {kind} {repo}, or it is private: check the name{}", if *with_token { " and the token's permissions; a dataset cannot be used as a model, or a model as a dataset" } else { ", or provide a token (HF_TOKEN, or the header x-hub-token)" })]
     NoRepository {
         /// Id of the repository.
         repo: String,
@@ -53,10 +53,10 @@ pub enum HubError {
         /// Whether a token was sent.
         with_token: bool,
     },
-    /// The token is wrong or expired.
+    /// The Hub's access token is wrong or expired.
     #[error("the hub rejects the token: it is wrong or has expired; create a new one in the hub's settings")]
     BadToken,
-    /// The branch, tag or commit does not exist.
+    /// The repository has no such branch, tag or commit.
     #[error("{repo} has no revision {revision:?}: must be a branch, a tag or a commit listed on its page")]
     NoRevision {
         /// Id of the repository.
@@ -64,7 +64,7 @@ pub enum HubError {
         /// The revision as it was requested.
         revision: String,
     },
-    /// The file does not exist.
+    /// The repository has no such file at this revision.
     #[error("{repo} has no file {path:?} at this revision")]
     NoFile {
         /// Id of the repository.
@@ -78,7 +78,7 @@ pub enum HubError {
         /// Id of the repository.
         repo: String,
     },
-    /// Any other error that a retry would not fix.
+    /// Any other error answer of the Hub that a retry would not fix.
     #[error("the hub answers {status}: {detail}")]
     Refused {
         /// HTTP status code of the response.
@@ -86,18 +86,18 @@ pub enum HubError {
         /// The Hub's message and request id.
         detail: String,
     },
-    /// The answer does not follow the protocol.
+    /// The Hub's answer does not follow its API.
     #[error("cannot parse the hub's answer: {0}")]
     NotUnderstood(String),
-    /// A branch moved between two requests, or a mirror mixes revisions.
+    /// The Hub answered with another commit than requested: a branch moved between two requests, or a mirror mixes revisions.
     #[error("the hub answered with commit {found} instead of {expected}: try again, or use the commit as the revision")]
     CommitMoved {
-        /// Commit of the plan.
+        /// The commit that was requested.
         expected: String,
-        /// Commit of the answer.
+        /// The commit that the Hub's answer names.
         found: String,
     },
-    /// A file name that leads outside of the folder.
+    /// The repository has a file name that would lead outside of the download folder.
     #[error("{repo} contains the file name {path:?}, which is rejected because it may lead outside the model's folder")]
     BadPath {
         /// Id of the repository.
@@ -105,15 +105,15 @@ pub enum HubError {
         /// The rejected file name.
         path: String,
     },
-    /// The repository contains nothing that can be trained.
+    /// The repository contains no model that can be trained.
     #[error("{repo} cannot be used: {why}")]
     Unusable {
         /// Id of the repository.
         repo: String,
-        /// The problem, and what to use instead.
+        /// Why the repository cannot be used, and what to use instead.
         why: String,
     },
-    /// The disk has too little space.
+    /// The disk has too little space for the download.
     #[error("{repo} needs {needed_bytes} more bytes and {} has {free_bytes} free: free up disk space, or choose a smaller model", path.display())]
     NoSpace {
         /// Id of the repository.
@@ -122,10 +122,10 @@ pub enum HubError {
         needed_bytes: u64,
         /// Free bytes on the disk.
         free_bytes: u64,
-        /// Folder on that disk.
+        /// Download folder on that disk.
         path: PathBuf,
     },
-    /// The file arrived with a wrong hash twice.
+    /// A file was downloaded twice with a wrong hash.
     #[error(
         "{path} is corrupted after download: its hash is {found}, expected {expected}; try again later, or use another mirror"
     )]
@@ -151,7 +151,7 @@ pub enum HubError {
 }
 
 impl HubError {
-    /// Returns whether a retry may succeed later: the Hub is unreachable or overloaded.
+    /// Returns whether the download may succeed later, because the Hub is unreachable or overloaded.
     pub fn is_transient(&self) -> bool {
         match self {
             HubError::Unreachable { .. } => true,

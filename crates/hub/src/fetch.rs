@@ -1,4 +1,4 @@
-//! Downloads the files of a plan: resumable, verified, four at a time.
+//! Downloads the selected files of a Hub repository: resumable, verified, four at a time.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -20,7 +20,7 @@ use crate::info::RepoFile;
 
 /// Number of concurrent downloads.
 pub(crate) const MAX_CONCURRENT: usize = 4;
-/// Disk space in bytes that must stay free.
+/// Disk space in bytes that a download must leave free.
 const RESERVED_BYTES: u64 = 64 << 20;
 
 /// Progress of a download, shared with the code that displays it.
@@ -30,26 +30,27 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Returns the bytes on this disk, verified or partially downloaded. Decreases when a file must be restarted.
+    /// Returns the number of bytes downloaded so far, including partial files. The number decreases when the download of a
+    /// file must start again.
     pub fn done_bytes(&self) -> u64 {
         self.done_bytes.load(Ordering::Relaxed)
     }
 
-    /// Resets the count before a retry, which counts the existing bytes again.
+    /// Resets the number of downloaded bytes before a retry, which counts the bytes on disk again.
     pub fn reset(&self) {
         self.done_bytes.store(0, Ordering::Relaxed);
     }
 
     fn moved(&self, from: u64, to: u64) {
-        // The subtraction may wrap around; the sum is correct in any order of updates.
+        // `to - from` may be negative and then wraps around; the wrapping sum is still correct in any order of updates.
         self.done_bytes.fetch_add(to.wrapping_sub(from), Ordering::Relaxed);
     }
 }
 
 impl Hub {
-    /// Downloads a plan's files into the folder `to`, which is created if needed. Partial files are stored in `parts`, which
-    /// must be on the same file system. Files that exist in `to` are verified and kept. Dropping the future stops the download;
-    /// partial files are kept for the next time.
+    /// Downloads the files of a planned download into the folder `to`, which is created if needed. Partial files are stored in the
+    /// folder `parts`, which must be on the same file system. Files that exist in `to` are verified and kept. Dropping the future
+    /// stops the download; partial files are kept for the next time.
     ///
     /// # Errors
     /// Fails with `NoSpace` before the first byte, with `Damaged` when a file's hash is wrong twice, and on errors of
@@ -89,7 +90,7 @@ impl Hub {
         }
         let mut part = Part::open(parts, file, progress.clone()).await?;
         if is_complete(&target, file).await? {
-            // Another download completed the file while this one waited for the lock.
+            // Another download completed the file while this one waited for the partial file's lock.
             return part.remove();
         }
         let mut attempts = Attempts::new(self.settings.first_delay);
@@ -121,14 +122,14 @@ impl Hub {
         }
     }
 
-    /// Downloads the missing bytes. Each request starts at the Hub's own URL, because the redirect
-    /// targets expire after an hour.
+    /// Downloads the missing bytes of a file. Each request starts at the Hub's own URL, because the URLs that it redirects to
+    /// expire after an hour.
     async fn fill(&self, plan: &RepoPlan, file: &RepoFile, part: &mut Part) -> Result<(), Failed> {
         let url = self.file_url(&plan.repo, &plan.commit, &file.path)?;
         let opened = self.open(&plan.repo, &url, Some(&plan.commit), part.size_bytes).await;
         let mut opened = match opened {
             Err(failed) if part.size_bytes > 0 && failed.is_forbidden_by_cdn() => {
-                // The CDN rejects valid ranges, so the file is restarted.
+                // The CDN rejects the range request, so the file is downloaded from its beginning.
                 part.restart().await?;
                 return Err(failed);
             }
@@ -139,14 +140,17 @@ impl Hub {
                 let range = text(opened.response.headers(), CONTENT_RANGE.as_str()).and_then(content_range);
                 if range != Some((part.size_bytes, file.size_bytes)) {
                     part.restart().await?;
-                    return Err(Failed::transient(&url, "it sent a different range than requested".to_owned()));
+                    return Err(Failed::transient(
+                        &url,
+                        "the hub sent a different range of bytes than requested".to_owned(),
+                    ));
                 }
             }
             StatusCode::RANGE_NOT_SATISFIABLE => {
                 part.restart().await?;
                 return Err(Failed::transient(&url, "the file is shorter than announced".to_owned()));
             }
-            // The server ignored the range.
+            // The server ignored the range request and sends the whole file.
             _ if part.size_bytes > 0 => part.restart().await?,
             _ => {}
         }
@@ -201,7 +205,7 @@ impl Part {
                 }
                 Err(std::fs::TryLockError::Error(source)) => return Err(HubError::disk("lock", &path)(source)),
             }
-            // The previous holder of the lock may have renamed the file.
+            // The process that held the lock before may have completed and renamed the partial file.
             if !is_same_file(&opened, &path) {
                 continue;
             }
@@ -237,13 +241,13 @@ impl Part {
         hash(file.into_std().await, self.path.clone(), self.expected, self.whole_bytes).await
     }
 
-    /// Removes the part, because the complete file exists already.
+    /// Removes the partial file, because the complete file exists already.
     fn remove(self) -> Result<(), HubError> {
         self.progress.moved(self.size_bytes, self.whole_bytes);
         std::fs::remove_file(&self.path).map_err(HubError::disk("remove", &self.path))
     }
 
-    /// Renames the part to its target and makes that durable.
+    /// Renames the completed partial file to its final path, and syncs the folder.
     async fn publish(self, target: &Path) -> Result<(), HubError> {
         if let Some(folder) = target.parent() {
             std::fs::create_dir_all(folder).map_err(HubError::disk("create the folder", folder))?;
@@ -254,7 +258,7 @@ impl Part {
     }
 }
 
-/// Hashes a whole file on a blocking thread.
+/// Computes the hash of a whole file on a blocking thread.
 pub(crate) async fn hash(
     mut file: File,
     path: PathBuf,
@@ -279,7 +283,7 @@ pub(crate) async fn hash(
     hashed.unwrap_or_else(|error| Err(io::Error::other(error))).map_err(HubError::disk("read", shown))
 }
 
-/// Returns whether the complete file exists from an earlier download.
+/// Returns whether an earlier download has left the complete file, with the right hash.
 async fn is_complete(target: &Path, file: &RepoFile) -> Result<bool, HubError> {
     let Ok(opened) = File::open(target) else { return Ok(false) };
     if opened.metadata().map_err(HubError::disk("read", target))?.len() != file.size_bytes {
@@ -288,7 +292,7 @@ async fn is_complete(target: &Path, file: &RepoFile) -> Result<bool, HubError> {
     Ok(hash(opened, target.to_owned(), file.hash, file.size_bytes).await? == file.hash)
 }
 
-/// Parses the first byte and the total size from `bytes 5-9/10`.
+/// Parses the first byte and the total size from a `Content-Range` header such as `bytes 5-9/10`.
 pub(crate) fn content_range(field: &str) -> Option<(u64, u64)> {
     let (range, whole) = field.strip_prefix("bytes ")?.split_once('/')?;
     Some((range.split_once('-')?.0.parse().ok()?, whole.parse().ok()?))

@@ -17,14 +17,14 @@ pub enum FileHash {
 }
 
 impl FileHash {
-    /// Parses a git hash from 40 hexadecimal digits.
+    /// Creates an expected git hash from 40 hexadecimal digits.
     pub(crate) fn git(text: &str) -> Option<FileHash> {
         let mut bytes = [0; 20];
         hex::decode_to_slice(text, &mut bytes).ok()?;
         Some(FileHash::Git(bytes))
     }
 
-    /// Parses a SHA-256 from 64 hexadecimal digits.
+    /// Creates an expected SHA-256 hash from 64 hexadecimal digits.
     pub(crate) fn sha256(text: &str) -> Option<FileHash> {
         Sha256Digest::from_str(text).ok().map(FileHash::Sha256)
     }
@@ -39,7 +39,7 @@ impl fmt::Display for FileHash {
     }
 }
 
-/// Computes a hash of the same kind as an expected one.
+/// Computes the hash of a file, SHA-256 or git's, whichever the Hub announced.
 pub(crate) enum Hasher {
     Sha256(Sha256),
     Git(Sha1),
@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn a_file_in_git_has_the_hash_that_git_gives_it() {
-        // `printf 'hello\n' | git hash-object --stdin`
+        // The expected hash is the output of `printf 'hello\n' | git hash-object --stdin`.
         let expected = FileHash::git("ce013625030ba8dba906f756967f9e9ca394464a").unwrap();
         let mut hasher = Hasher::new(&expected, 6);
         hasher.update(b"hello\n");

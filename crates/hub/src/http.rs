@@ -1,4 +1,4 @@
-//! HTTP requests: where the token is sent, which redirects are followed, and which errors are retried.
+//! HTTP requests to the Hub: where the token is sent, which redirects are followed, and which errors are retried.
 
 use std::time::Duration;
 
@@ -11,13 +11,13 @@ use url::Url;
 use crate::error::HubError;
 use crate::id::{Repo, RepoKind};
 
-/// Maximum number of redirects, including those of the CDN.
+/// Maximum number of redirects of one request, including those to the CDN.
 const MAX_HOPS: usize = 5;
-/// Maximum time without a byte or without an answer.
+/// Maximum time in which a request gets no answer or no byte.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
-/// Maximum number of consecutive attempts without progress.
+/// Maximum number of consecutive attempts at a request or file in which no byte arrives.
 const MAX_ATTEMPTS: u32 = 5;
-/// Longest wait between attempts; the Hub's rate limits apply to windows of five minutes.
+/// Longest wait between two attempts; the Hub's rate limits apply to windows of five minutes.
 const MAX_WAIT: Duration = Duration::from_secs(330);
 /// Maximum size in bytes of an answer that is read into memory: the file list of a repository with 100,000 files has 20 MB.
 const MAX_JSON_BYTES: usize = 64 << 20;
@@ -41,40 +41,40 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// Settings of a client for one Hub.
+/// Settings of a client for the Hugging Face Hub or a mirror.
 #[derive(Debug, Clone)]
 pub struct HubSettings {
     /// Address of the Hub (`HF_ENDPOINT`): `https://huggingface.co` or a mirror.
     pub endpoint: Url,
     /// Token, which is sent only to the endpoint.
     pub token: Option<Token>,
-    /// Policy for the targets of redirects. The client checks addresses after DNS resolution.
+    /// Policy for the addresses of redirect targets. The HTTP client also checks addresses after DNS resolution.
     pub policy: OutgoingPolicy,
     /// Whether all requests are forbidden (`HF_HUB_OFFLINE`).
     pub offline: bool,
-    /// First pause before a retry; it doubles with each retry.
+    /// Pause before the first retry; doubles with each further retry.
     pub first_delay: Duration,
 }
 
 impl HubSettings {
-    /// Creates settings for an endpoint without a token.
+    /// Creates settings for a Hub address, without a token.
     ///
     /// # Errors
-    /// Fails when the endpoint is not an http or https URL.
+    /// Fails when the address is not an http or https URL.
     pub fn new(endpoint: &str, policy: OutgoingPolicy) -> Result<HubSettings, rlood_types::outgoing::OutgoingError> {
         let endpoint = policy.check_url(endpoint.trim_end_matches('/'))?;
         Ok(HubSettings { endpoint, token: None, policy, offline: false, first_delay: Duration::from_millis(500) })
     }
 }
 
-/// A client for one Hub.
+/// A client for the Hugging Face Hub or a mirror.
 #[derive(Debug, Clone)]
 pub struct Hub {
     client: Client,
     pub(crate) settings: HubSettings,
 }
 
-/// A response with the bytes of a file or a range of it.
+/// A response of the Hub or its CDN with the bytes of a file or of a range.
 pub(crate) struct Opened {
     pub(crate) response: Response,
     /// Whether the bytes came from another host than the Hub, that is, from a CDN.
@@ -82,13 +82,13 @@ pub(crate) struct Opened {
 }
 
 impl Hub {
-    /// Creates a client. `client` must not follow redirects by itself, must use no proxy, and must check
+    /// Creates a Hub client. The HTTP client `client` must not follow redirects by itself, must use no proxy, and must check
     /// addresses by the same policy.
     pub fn new(client: Client, settings: HubSettings) -> Hub {
         Hub { client, settings }
     }
 
-    /// Returns a client for the same Hub with another token.
+    /// Returns a Hub client with the same settings but another token.
     #[must_use]
     pub fn with_token(&self, token: Option<Token>) -> Hub {
         Hub { client: self.client.clone(), settings: HubSettings { token, ..self.settings.clone() } }
@@ -102,13 +102,13 @@ impl Hub {
         Ok(url)
     }
 
-    /// Returns the URL of a file at a commit.
+    /// Returns the download URL of a repository's file at a commit.
     pub(crate) fn file_url(&self, repo: &Repo, commit: &str, path: &str) -> Result<Url, HubError> {
         let id = repo.id().split('/');
         self.url(prefix(repo.kind).iter().copied().chain(id).chain(["resolve", commit]).chain(path.split('/')))
     }
 
-    /// Reads a JSON document of the API, or a small file.
+    /// Reads a JSON document of the Hub's API, or a small file, into memory.
     pub(crate) async fn read(&self, repo: &Repo, url: &Url, commit: Option<&str>) -> Result<Vec<u8>, HubError> {
         let mut attempts = Attempts::new(self.settings.first_delay);
         loop {
@@ -123,7 +123,7 @@ impl Hub {
         }
     }
 
-    /// Opens a document or file, starting at byte `first`.
+    /// Sends a request for a document or file, starting at byte `first`.
     pub(crate) async fn open(
         &self,
         repo: &Repo,
@@ -134,7 +134,8 @@ impl Hub {
         self.open_range(repo, url, commit, (first > 0).then(|| format!("bytes={first}-"))).await
     }
 
-    /// Opens a document or file, or a range of it. The token is kept on redirects within the Hub and not sent to another host.
+    /// Sends a request for a document or file, or a range of it, and follows redirects. The token is sent to the Hub only, not to
+    /// other hosts that it redirects to.
     pub(crate) async fn open_range(
         &self,
         repo: &Repo,
@@ -175,17 +176,17 @@ impl Hub {
             }
             at = self.follow(&at, text(response.headers(), LOCATION.as_str()))?;
         }
-        Err(HubError::BadRedirect("more than five in a row").into())
+        Err(HubError::BadRedirect("there are more than five redirects in a row").into())
     }
 
     fn follow(&self, from: &Url, location: Option<&str>) -> Result<Url, HubError> {
-        let location = location.ok_or(HubError::BadRedirect("it has no target"))?;
-        let to = from.join(location).map_err(|_| HubError::BadRedirect("its target is not a URL"))?;
+        let location = location.ok_or(HubError::BadRedirect("the redirect has no target"))?;
+        let to = from.join(location).map_err(|_| HubError::BadRedirect("the redirect's target is not a URL"))?;
         if is_same_origin(&to, &self.settings.endpoint) {
             return Ok(to);
         }
         if self.settings.endpoint.scheme() == "https" && to.scheme() != "https" {
-            return Err(HubError::BadRedirect("it redirects from https to an unencrypted address"));
+            return Err(HubError::BadRedirect("the redirect leads from https to an unencrypted address"));
         }
         self.settings.policy.check_url(to.as_str()).map_err(|source| HubError::Redirect { source })
     }
@@ -205,12 +206,13 @@ impl Hub {
             detail = format!("{detail} (request {id})");
         }
         if !is_hub {
-            // An error of the CDN is about the redirect target, not about the repository.
+            // An error of the CDN is about the URL that the Hub redirected to, not about the repository, so a new request to
+            // the Hub may succeed.
             let again = status.is_server_error() || matches!(status.as_u16(), 403 | 404 | 408 | 410 | 429);
             let host = host_of(at);
             return match again {
                 true => Failed {
-                    error: HubError::Unreachable { host, detail: format!("it answered {status}") },
+                    error: HubError::Unreachable { host, detail: format!("the server answered {status}") },
                     is_transient: true,
                     wait,
                     cdn_forbids: status == StatusCode::FORBIDDEN,
@@ -225,7 +227,7 @@ impl Hub {
         self.error_of_code(repo, status, &code, &message, detail).into()
     }
 
-    /// Converts an error that a retry would not fix, by the Hub's `X-Error-Code`.
+    /// Converts an error answer of the Hub that a retry would not fix, by its header `X-Error-Code`.
     fn error_of_code(&self, repo: &Repo, status: StatusCode, code: &str, message: &str, detail: String) -> HubError {
         let with_token = self.settings.token.is_some();
         let shown = repo.id().to_owned();
@@ -244,7 +246,7 @@ impl Hub {
     }
 }
 
-/// A failed attempt at a request.
+/// A failed attempt at a request to the Hub.
 pub(crate) struct Failed {
     pub(crate) error: HubError,
     /// Whether a retry may succeed.
@@ -261,7 +263,7 @@ impl From<HubError> for Failed {
 }
 
 impl Failed {
-    /// Returns whether a CDN answered 403 or 416.
+    /// Returns whether the failure is a 403 or 416 of the CDN.
     pub(crate) fn is_forbidden_by_cdn(&self) -> bool {
         self.cdn_forbids
     }
@@ -276,7 +278,7 @@ impl Failed {
     }
 }
 
-/// Counts the attempts of one request or file.
+/// Counts the attempts at one request or file.
 pub(crate) struct Attempts {
     failed: u32,
     first_delay: Duration,
@@ -292,7 +294,7 @@ impl Attempts {
         self.failed = 0;
     }
 
-    /// Waits before the next attempt. Returns the error when no attempt is left.
+    /// Waits before the next attempt. Returns the failure as an error when no attempt is left.
     pub(crate) async fn pause_after(&mut self, failed: Failed) -> Result<(), HubError> {
         self.failed += 1;
         if !failed.is_transient || self.failed >= MAX_ATTEMPTS {
@@ -308,19 +310,19 @@ impl Attempts {
     }
 }
 
-/// Returns the requested wait: 55 s for `RateLimit: "resolvers";r=0;t=55`, else `Retry-After` in seconds.
+/// Returns how long the Hub asks to wait: 55 s for the header `RateLimit: "resolvers";r=0;t=55`, else `Retry-After` in seconds.
 fn requested_wait(headers: &HeaderMap) -> Option<Duration> {
     let seconds = |text: &str| text.trim().parse::<u64>().ok();
     let limit = text(headers, "ratelimit").and_then(|limit| {
         let value = |name: &str| limit.split(';').find_map(|part| seconds(part.trim().strip_prefix(name)?));
         value("r=").filter(|left| *left == 0).and_then(|_| value("t="))
     });
-    // One second is added because the Hub's clock may differ.
+    // One second is added to the wait because the Hub rounds it and its clock may differ.
     let asked = limit.map(|left| left + 1).or_else(|| seconds(text(headers, RETRY_AFTER.as_str())?));
     asked.map(Duration::from_secs)
 }
 
-/// Returns the message in `{"error": …}`.
+/// Returns the Hub's error message from a body `{"error": …}`.
 fn message_of(body: &[u8]) -> String {
     let document: Option<serde_json::Value> = serde_json::from_slice(body).ok();
     let message = document.as_ref().and_then(|document| document.get("error")?.as_str());
@@ -331,21 +333,21 @@ async fn read_whole(mut response: Response) -> Result<Vec<u8>, String> {
     let mut whole = Vec::new();
     while let Some(piece) = next_piece(&mut response).await? {
         if whole.len() + piece.len() > MAX_JSON_BYTES {
-            return Err(format!("its answer is larger than {MAX_JSON_BYTES} bytes"));
+            return Err(format!("the answer is larger than {MAX_JSON_BYTES} bytes"));
         }
         whole.extend_from_slice(&piece);
     }
     Ok(whole)
 }
 
-/// Returns the next piece of the body; `None` at the end.
+/// Returns the next piece of the response body; `None` at the end.
 pub(crate) async fn next_piece(
     response: &mut Response,
 ) -> Result<Option<impl AsRef<[u8]> + std::ops::Deref<Target = [u8]>>, String> {
     match timeout(STALL_TIMEOUT, response.chunk()).await {
         Ok(Ok(piece)) => Ok(piece),
         Ok(Err(error)) => Err(with_causes(&error.without_url())),
-        Err(_) => Err(format!("no byte for {} s", STALL_TIMEOUT.as_secs())),
+        Err(_) => Err(format!("no byte arrived for {} s", STALL_TIMEOUT.as_secs())),
     }
 }
 
@@ -353,7 +355,7 @@ pub(crate) fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// Returns the path segments before the id, in URLs outside the API.
+/// Returns the path segments before a repository's id in download URLs: `datasets` for datasets.
 fn prefix(kind: RepoKind) -> &'static [&'static str] {
     match kind {
         RepoKind::Model => &[],

@@ -1,4 +1,4 @@
-//! The kind, the id and the revision of a repository.
+//! The kind, the id and the revision of a Hub repository.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ pub enum RepoKind {
 }
 
 impl RepoKind {
-    /// Returns the kind as in API paths: `models`, `datasets`.
+    /// Returns the repository kind as in the paths of the Hub's API: `models` or `datasets`.
     pub(crate) fn plural(self) -> &'static str {
         match self {
             RepoKind::Model => "models",
@@ -20,7 +20,7 @@ impl RepoKind {
         }
     }
 
-    /// Returns the kind as in messages.
+    /// Returns the repository kind as shown in messages: model or dataset.
     pub(crate) fn noun(self) -> &'static str {
         match self {
             RepoKind::Model => "model",
@@ -36,11 +36,11 @@ pub struct Repo {
     pub kind: RepoKind,
     /// `org/name`, or only `name` for a few old repositories.
     id: String,
-    /// A branch, a tag, a commit, or `refs/pr/7`.
+    /// The revision: a branch, a tag, a commit, or a pull request such as `refs/pr/7`.
     revision: String,
 }
 
-/// Error for a text that is not a repository name.
+/// Error for a text that is not the name of a Hub repository.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected a repository of the hub as org/name or org/name@revision: {0}")]
 pub struct InvalidRepo(String);
@@ -50,7 +50,7 @@ const MAX_ID: usize = 96;
 const MAX_REVISION: usize = 255;
 
 impl Repo {
-    /// Parses `org/name[@revision]`. The default revision is `main`.
+    /// Parses a repository name `org/name[@revision]`. The default revision is `main`.
     ///
     /// # Errors
     /// Fails when the name is too long or has characters that the Hub does not allow.
@@ -90,7 +90,7 @@ impl Repo {
         Ok(Repo { kind, id: id.to_owned(), revision: revision.to_owned() })
     }
 
-    /// Returns the id, `org/name`.
+    /// Returns the repository's id, `org/name`.
     pub fn id(&self) -> &str {
         &self.id
     }

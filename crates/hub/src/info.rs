@@ -1,4 +1,4 @@
-//! Looks up the commit and the files of a repository at a revision.
+//! Looks up the commit and the files of a Hub repository at a revision.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -8,25 +8,26 @@ use crate::hash::FileHash;
 use crate::http::Hub;
 use crate::id::{Repo, is_safe_path};
 
-/// A repository at one commit.
+/// A Hub repository at one commit, with its list of files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RepoInfo {
-    /// Commit as 40 hexadecimal digits.
+    /// Commit of the revision as 40 hexadecimal digits.
     pub commit: String,
-    /// Whether access requires a token, because the repository is private or its license must be accepted.
+    /// Whether the repository is private or gated (its license must be accepted), so that access requires a token.
     pub is_restricted: bool,
     /// All files of the repository.
     pub files: Vec<RepoFile>,
 }
 
-/// A file of a repository.
+/// A file of a Hub repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RepoFile {
-    /// Path in the repository with `/`. The path is safe to join to a folder.
+    /// Path in the repository, with `/` between its parts. The path was checked and cannot lead outside of a folder that
+    /// it is joined to.
     pub path: String,
     /// Size of the file in bytes.
     pub size_bytes: u64,
-    /// Hash that the Hub announces.
+    /// Hash of the content that the Hub announces.
     pub hash: FileHash,
 }
 
@@ -37,7 +38,7 @@ struct Answer {
     disabled: bool,
     #[serde(default)]
     private: bool,
-    /// License approval: `false`, `"auto"` or `"manual"`.
+    /// The field `gated`, whether and how access is approved: `false`, `"auto"` or `"manual"`.
     #[serde(default)]
     gated: Value,
     #[serde(default)]
@@ -60,7 +61,7 @@ struct Lfs {
 }
 
 impl Hub {
-    /// Looks up a revision: its commit, and all files with sizes and hashes.
+    /// Looks up a revision of a repository: its commit, and all files with sizes and hashes.
     ///
     /// # Errors
     /// Fails when the revision does not exist or is not accessible, or the Hub is unreachable.
@@ -70,8 +71,9 @@ impl Hub {
         let mut url = self.url(start.chain(id).chain(["revision", repo.revision()]))?;
         url.set_query(Some("blobs=true"));
         let bytes = self.read(repo, &url, None).await?;
-        let answer: Answer = serde_json::from_slice(&bytes)
-            .map_err(|error| HubError::NotUnderstood(format!("the metadata of {repo}: {error}")))?;
+        let answer: Answer = serde_json::from_slice(&bytes).map_err(|error| {
+            HubError::NotUnderstood(format!("the hub's metadata of {repo} cannot be parsed: {error}"))
+        })?;
         if answer.disabled {
             return Err(HubError::Disabled { repo: repo.to_string() });
         }

@@ -15,27 +15,28 @@ use crate::http::{Attempts, Failed, Hub, next_piece};
 use crate::id::Repo;
 use crate::info::RepoFile;
 
-/// Longest header in bytes that the safetensors format permits.
+/// Maximum length in bytes of a file header in the safetensors format.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 impl Hub {
-    /// Downloads all files of a plan except the weights into `to`. Each weights file gets its header, followed by a hole up to
-    /// its full size. After a few megabytes the folder can be read like the model's, except for the tensors' bytes. `parts` is
-    /// as in [`Hub::download`]. The folder appears when it is complete; an existing folder is used as it is.
+    /// Downloads all files of a planned download except the weights into the folder `to`. Of each weights file it downloads only
+    /// the header, followed by a hole up to the full size. After a few megabytes the folder can be read like the whole model,
+    /// except for the tensors' bytes. `parts` is as in [`Hub::download`]. The folder appears when it is complete; an existing
+    /// folder is used as it is.
     ///
     /// # Errors
-    /// Fails with `NoSpace` when the whole plan would not fit on the disk, and on errors of the Hub and the disk.
+    /// Fails with `NoSpace` when the complete model would not fit on the disk, and on errors of the Hub and the disk.
     pub async fn outline(&self, plan: &RepoPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
         std::fs::create_dir_all(parts).map_err(HubError::disk("create the folder", parts))?;
         check_space(plan, parts, to)?;
         if let Ok(there) = File::open(to) {
-            // The modification time of the folder is its last use.
+            // The modification time of an outline's folder records its last use.
             return there.set_modified(SystemTime::now()).map_err(HubError::disk("use the folder", to));
         }
         let outlines = to.parent().unwrap_or(to);
         std::fs::create_dir_all(outlines).map_err(HubError::disk("create the folder", outlines))?;
         let building = tempfile::Builder::new().prefix("building-").tempdir_in(outlines);
-        // The temporary folder is removed when this future is dropped, or another process was first.
+        // The temporary folder is removed when this future is dropped, or when another process has created `to` first.
         let building = building.map_err(HubError::disk("create a folder in", outlines))?;
         self.build_outline(plan, parts, building.path()).await?;
         match std::fs::rename(building.path(), to) {
@@ -54,7 +55,7 @@ impl Hub {
             .await
     }
 
-    /// Reads up to `most_bytes` from the beginning of a file, without verification.
+    /// Reads up to `most_bytes` from the beginning of a repository's file, without verification.
     ///
     /// # Errors
     /// Fails for the same reasons as [`Hub::info`].
@@ -82,7 +83,12 @@ impl Hub {
             match next_piece(&mut response).await.map_err(|detail| Failed::transient(&url, detail))? {
                 Some(piece) => bytes.extend_from_slice(&piece),
                 None if bytes.len() as u64 >= file.size_bytes => break,
-                None => return Err(Failed::transient(&url, "the response ended early".to_owned())),
+                None => {
+                    return Err(Failed::transient(
+                        &url,
+                        "the response ended before the end of the requested bytes".to_owned(),
+                    ));
+                }
             }
         }
         bytes.truncate(most_bytes);
@@ -109,7 +115,7 @@ impl Hub {
         write().map_err(HubError::disk("write to", &target))
     }
 
-    /// Reads the length and the header; the rest of the file is not read.
+    /// Downloads the header of a safetensors file and the length before it, but not the tensors.
     async fn header(&self, plan: &RepoPlan, file: &RepoFile) -> Result<Vec<u8>, Failed> {
         let unusable = |why: &str| {
             let why = format!("its {} {why}", file.path);
@@ -161,7 +167,7 @@ pub fn clean_parts(parts: &Path, before: SystemTime) -> std::io::Result<usize> {
         let path = entry?.path();
         let Ok(file) = File::open(&path) else { continue };
         let is_old = file.metadata().and_then(|metadata| metadata.modified()).is_ok_and(|modified| modified < before);
-        // A partial file that is being written is locked.
+        // A partial file that another process is downloading is locked, so it is kept.
         if is_old && file.try_lock().is_ok() && std::fs::remove_file(&path).is_ok() {
             removed += 1;
         }

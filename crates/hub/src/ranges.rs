@@ -1,4 +1,4 @@
-//! Reads ranges of a file.
+//! Reads ranges of bytes of a file in a Hub repository.
 
 use std::ops::Range;
 
@@ -13,8 +13,8 @@ use crate::id::Repo;
 use crate::info::RepoFile;
 
 impl Hub {
-    /// Reads ranges of a file, four at a time, without verification. Returns `None` when the Hub or its
-    /// CDN does not support ranges.
+    /// Reads ranges of bytes of a repository's file, four at a time, without verification. Returns `None` when the Hub or its CDN
+    /// does not support range requests.
     ///
     /// # Errors
     /// Fails for the same reasons as [`Hub::info`].

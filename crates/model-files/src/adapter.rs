@@ -1,5 +1,4 @@
-//! LoRA adapters in PEFT's format: lists an adapter's tensors, and checks whether a folder's adapter
-//! belongs to a model.
+//! LoRA adapters in PEFT's format: lists the tensors of an adapter, and checks whether the adapter in a folder belongs to a model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -10,40 +9,40 @@ use serde_json::Value;
 use super::weights::{TensorLocation, read_header};
 use super::{ModelCardError, ModelDescription, read_json};
 
-/// File name of the weights in a PEFT directory.
+/// File name of an adapter's weights in a PEFT directory.
 pub const WEIGHTS: &str = "adapter_model.safetensors";
-/// File name of the config in a PEFT directory.
+/// File name of an adapter's config in a PEFT directory.
 pub const CONFIG: &str = "adapter_config.json";
 
-/// Matrix A or B of one linear layer.
+/// The LoRA matrix A or B of one linear layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdapterTensor {
     /// Index of the decoder layer, from 0.
     pub layer: usize,
-    /// Path of the linear layer within the decoder layer.
+    /// Path of the linear layer within the decoder layer, such as `self_attn.q_proj`.
     pub path: &'static str,
-    /// True for B, false for A.
+    /// Whether this is the LoRA matrix B; false for A.
     pub is_b: bool,
     /// The tensor's name in PEFT's format.
     pub name: String,
-    /// `[r, in]` for A, `[out, r]` for B.
+    /// The tensor's shape: `[r, in]` for A, `[out, r]` for B.
     pub shape: Vec<usize>,
 }
 
-/// Facts about an adapter that do not need its base model.
+/// Metadata of an adapter, read without its base model.
 #[derive(Clone, Debug)]
 pub struct AdapterCard {
     /// The content of adapter_config.json.
     pub config: Value,
-    /// The base model named in the config.
+    /// The base model that adapter_config.json names.
     pub base_model: Option<String>,
-    /// Number of decoder layers that the adapter's tensors imply at least.
+    /// Minimum number of decoder layers of the base model, from the names of the adapter's tensors.
     pub num_layers: usize,
-    /// Total number of weights.
+    /// Total number of weights in the adapter.
     pub num_parameters: u64,
 }
 
-/// Lists the tensors of a model's adapter, layer by layer, in the order of `paths`.
+/// Lists the tensors that an adapter of a model has, layer by layer, in the order of `paths`.
 pub fn tensors(plan: &LoraPlan, model: &ModelDescription, paths: &[&'static str]) -> Vec<AdapterTensor> {
     let mut tensors = Vec::new();
     for layer in 0..model.num_hidden_layers {
@@ -59,8 +58,8 @@ pub fn tensors(plan: &LoraPlan, model: &ModelDescription, paths: &[&'static str]
     tensors
 }
 
-/// Reads the tensors of a file, each under the name that PEFT uses for a text-only model. The tensor names of an
-/// adapter on a multimodal model also contain the decoder's path in it.
+/// Reads the tensors of an adapter's file, each under the name that PEFT uses for a text-only model. An adapter of a multimodal
+/// model has longer tensor names, which contain the path of the decoder in the model.
 ///
 /// # Errors
 /// Fails if the file cannot be read.
@@ -80,11 +79,11 @@ fn plain_name(name: &str) -> String {
         .map_or_else(|| name.to_owned(), |rest| format!("base_model.model.model.{rest}"))
 }
 
-/// Reads the adapter of a PEFT directory if it matches this model: its config selects layers that the model has, and
-/// its tensors belong to these layers and have their shapes.
+/// Reads the adapter in a PEFT directory if it matches a model: its config selects layers that the model has, and its tensors
+/// belong to these layers and have their shapes.
 ///
 /// # Errors
-/// Names the key or tensor that does not match.
+/// Fails if the adapter does not match the model; the error names the config key or tensor.
 pub fn read_for(dir: &Path, model: &ModelDescription) -> Result<LoraPlan, ModelCardError> {
     let paths: Vec<&'static str> = model.projections.paths().collect();
     let plan = plan_of(&read_json(dir, CONFIG, 1 << 20)?, &paths, model.num_hidden_layers)?;
@@ -92,10 +91,10 @@ pub fn read_for(dir: &Path, model: &ModelDescription) -> Result<LoraPlan, ModelC
     Ok(plan)
 }
 
-/// Parses the config, like [`LoraPlan::from_peft`].
+/// Parses adapter_config.json, like [`LoraPlan::from_peft`].
 ///
 /// # Errors
-/// The same as for [`LoraPlan::from_peft`].
+/// Fails for the same reasons as [`LoraPlan::from_peft`].
 pub fn plan_of(config: &Value, paths: &[&str], num_layers: usize) -> Result<LoraPlan, ModelCardError> {
     LoraPlan::from_peft(config, paths, num_layers).map_err(|detail| {
         let detail = detail.strip_prefix("adapter_config.json: ").unwrap_or(&detail).to_owned();
@@ -134,14 +133,14 @@ fn check(
     }
 }
 
-/// Reads a PEFT directory without its base model: config and tensors must agree with each other.
+/// Reads an adapter from a PEFT directory without its base model: config and tensors must agree with each other.
 ///
 /// # Errors
-/// Names the key or tensor that does not match.
+/// Fails if config and tensors do not agree; the error names the config key or tensor.
 pub fn read(dir: &Path) -> Result<AdapterCard, ModelCardError> {
     let config = read_json(dir, CONFIG, 1 << 20)?;
     let found = read_tensors(dir, WEIGHTS)?;
-    // The ranks of A and B, by layer and path of the linear layer.
+    // The ranks of the LoRA matrices A and B, by decoder layer and path of the linear layer.
     let mut ranks: BTreeMap<(usize, &str), [Option<usize>; 2]> = BTreeMap::new();
     for (name, location) in &found {
         let factor = |ending: &str| name.strip_prefix("base_model.model.model.layers.")?.strip_suffix(ending);

@@ -1,4 +1,4 @@
-//! Describes a sequence-classification checkpoint without loading its tensors: backbone, labels, head.
+//! Reads the metadata of a sequence-classification checkpoint without loading its tensors: backbone, labels, head.
 //!
 //! Reward models are such checkpoints. Decoders (Qwen3, Qwen2, Llama, Mistral) score their last token; encoders
 //! (DeBERTa-v2 and v3, RoBERTa and XLM-RoBERTa, ModernBERT) have a head of their own. The config keys of transformers 4
@@ -19,46 +19,46 @@ use super::{
 pub use encoder::{Activation, DebertaV2, EncoderConfig, EncoderKind, ModernBert, Pooling};
 
 const CONFIG: &str = "config.json";
-/// Maximum plausible number of labels.
+/// Maximum number of labels that is accepted; more would indicate a damaged config.json.
 const MAX_LABELS: usize = 1 << 16;
 
-/// Facts about a sequence-classification checkpoint that do not need its tensors.
+/// Metadata of a sequence-classification checkpoint, read without loading its tensors.
 #[derive(Clone, Debug)]
 pub struct ClassifierCard {
     /// The `model_type` in config.json: `qwen3`, `deberta-v2`, …
     pub model_type: String,
-    /// The network that computes the hidden states.
+    /// The network below the classification head: decoder or encoder.
     pub backbone: Backbone,
-    /// The label names, one per score, in order.
+    /// The names of the labels, in the order of the model's scores.
     pub labels: Vec<String>,
     /// The token id that transformers treats as padding.
     pub pad_token_id: Option<u32>,
-    /// The location of each tensor, including the head's.
+    /// The location of each tensor in the files, including the tensors of the classification head.
     pub tensors: Vec<TensorLocation>,
-    /// The files that make up the model, sorted by name.
+    /// The model's files, sorted by name.
     pub files: Vec<ModelFile>,
     /// Length of the longest supported sequence, in tokens.
     pub max_tokens: usize,
     /// Total number of weights; shared weights count once.
     pub num_parameters: u64,
-    /// The source of the chat template.
+    /// The model's chat template, as Jinja source.
     pub chat_template: Option<String>,
 }
 
-/// The network that computes the hidden states for the head.
+/// The network that computes the hidden states for the classification head.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Backbone {
-    /// One of the decoders that training supports too.
+    /// A decoder of one of the families that rlood can train.
     Decoder(Box<ModelDescription>),
     /// A bidirectional encoder, such as DeBERTa.
     Encoder(EncoderConfig),
 }
 
 impl ClassifierCard {
-    /// Reads and validates a model directory.
+    /// Reads and validates the directory of a sequence-classification model.
     ///
     /// # Errors
-    /// Names the file, the key, its value and what to do.
+    /// Fails if the model cannot be used; the error names the file, the key, its value and what to do.
     pub fn read(dir: &Path) -> Result<ClassifierCard, ModelCardError> {
         if !dir.is_dir() {
             let detail = "is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
@@ -112,10 +112,10 @@ impl ClassifierCard {
         fingerprint_files(dir, &self.files)
     }
 
-    /// Returns the index of the score that a label's name or number selects; without a label, the only score.
+    /// Returns the index of the score that a label's name or number selects; without a label, of the model's only score.
     ///
     /// # Errors
-    /// A message that lists the existing labels.
+    /// Returns a message that lists the existing labels.
     pub fn label_index(&self, label: Option<&str>) -> Result<usize, String> {
         let Some(label) = label else {
             return match self.labels.len() {
@@ -131,10 +131,10 @@ impl ClassifierCard {
     }
 }
 
-/// Name of the head's weight in a decoder.
+/// Name of the classification head's weight in a decoder checkpoint.
 pub const SCORE: &str = "score.weight";
 
-/// Whether config.json in this directory names a sequence-classification architecture; false if it cannot be read.
+/// Returns whether config.json in a directory names a sequence-classification architecture; false if the file cannot be read.
 pub fn is_classifier(dir: &Path) -> bool {
     read_json(dir, CONFIG, MAX_CONFIG_BYTES).is_ok_and(|value| names_classifier(&value))
 }
@@ -146,7 +146,7 @@ fn names_classifier(config: &Value) -> bool {
     })
 }
 
-/// Reads the label names. transformers omits `id2label` if it has the default: two labels.
+/// Reads the label names from config.json. transformers omits `id2label` if it has the default: two labels.
 fn labels(keys: &Keys) -> Result<Vec<String>, ModelCardError> {
     let numbered = |n: usize| (0..n).map(|index| format!("LABEL_{index}")).collect();
     let Some(value) = keys.get("id2label") else {
@@ -156,7 +156,7 @@ fn labels(keys: &Keys) -> Result<Vec<String>, ModelCardError> {
         };
     };
     let Some(map) = value.as_object().filter(|map| (1..=MAX_LABELS).contains(&map.len())) else {
-        return keys.refuse("id2label", value, "it must be an object from label numbers to names");
+        return keys.refuse("id2label", value, "the value must be an object from label numbers to names");
     };
     let mut labels = Vec::with_capacity(map.len());
     for index in 0..map.len() {
@@ -175,7 +175,7 @@ fn pad_token_id(keys: &Keys) -> Result<Option<u32>, ModelCardError> {
         Some(value) => match value.as_i64() {
             Some(id) if id < 0 => Ok(None),
             Some(id) if u32::try_from(id).is_ok() => Ok(u32::try_from(id).ok()),
-            _ => keys.refuse("pad_token_id", value, "it must be a token id"),
+            _ => keys.refuse("pad_token_id", value, "the value must be a token id"),
         },
     }
 }

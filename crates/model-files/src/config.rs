@@ -13,15 +13,15 @@ use super::{ModelCardError, brief};
 pub use rope::{Rope, RopeKind};
 pub(super) use rope::{Sizes, rope, ropes_by_layer_type};
 
-/// Everything in config.json that defines the computation: all that a decoder, a memory estimate and
-/// a support check need.
+/// Everything in config.json that defines a decoder's computation; used by the engine, the memory estimate and the check
+/// of what is supported.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelDescription {
-    /// The family: `model_type` in config.json.
+    /// The model family: `model_type` in config.json.
     pub family: &'static str,
-    /// Width of the residual stream.
+    /// Width of the residual stream (`hidden_size`).
     pub hidden_size: usize,
-    /// Inner width of the MLP.
+    /// Inner width of the MLP (`intermediate_size`).
     pub intermediate_size: usize,
     /// Number of decoder layers.
     pub num_hidden_layers: usize,
@@ -29,59 +29,59 @@ pub struct ModelDescription {
     pub num_attention_heads: usize,
     /// Number of key and value heads.
     pub num_key_value_heads: usize,
-    /// Width of a head; not always hidden_size / num_attention_heads.
+    /// Width of an attention head; not always hidden_size / num_attention_heads.
     pub head_dim: usize,
-    /// Number of rows of the embedding.
+    /// Number of rows of the token embedding.
     pub vocab_size: usize,
     /// The epsilon added to the mean square in RMSNorm.
     pub rms_norm_eps: f64,
     /// Whether the language-model head shares the embedding's weights.
     pub tie_word_embeddings: bool,
-    /// The kind of RMSNorm on queries and keys.
+    /// The kind of RMSNorm on queries and keys, if any.
     pub qk_norm: QkNorm,
-    /// The norms of a decoder layer.
+    /// Which norms a decoder layer has.
     pub norms: LayerNorms,
-    /// Whether q, k and v have a bias.
+    /// Whether the query, key and value projections have a bias.
     pub qkv_bias: bool,
-    /// Whether o has a bias.
+    /// Whether the output projection of attention has a bias.
     pub o_bias: bool,
-    /// Whether gate, up and down have a bias.
+    /// Whether the gate, up and down projections of the MLP have a bias.
     pub mlp_bias: bool,
     /// The paths of the linear layers within a decoder layer.
     pub projections: Projections,
     /// Activation function of the MLP's gate.
     pub activation: Activation,
-    /// Value added to the weights of norms: 1 if they are stored as the difference from 1, else 0.
+    /// Value added to the stored weights of RMSNorms: 1 if the checkpoint stores them minus 1, else 0.
     pub norm_offset: f64,
     /// Rotary position embedding of the layers.
     pub rope: Rope,
-    /// Rotary position embedding of layers with a window, if different.
+    /// Rotary position embedding of layers with sliding-window attention, if different.
     pub local_rope: Option<Rope>,
-    /// Window of each layer: the number of positions that a token attends to, itself included; None
+    /// Attention window of each layer: the number of positions that a token attends to, itself included; None
     /// means all earlier positions.
     pub windows: Vec<Option<usize>>,
     /// Whether each layer applies the rotary position embedding.
     pub rotates: Vec<bool>,
     /// Length of the longest sequence that the model supports, in tokens.
     pub max_position_embeddings: usize,
-    /// Factor on the dot products in attention.
+    /// Factor on the dot products of queries and keys in attention.
     pub attention_scale: f64,
-    /// Attention scores become c·tanh(score / c) if c is set.
+    /// Soft cap c of attention scores, which become c·tanh(score / c); None means no cap.
     pub attention_softcap: Option<f64>,
-    /// Scales queries with their position, if set.
+    /// Scaling of queries that depends on their position, if the model has it.
     pub query_growth: Option<QueryGrowth>,
-    /// Factor on the embeddings.
+    /// Factor on the token embeddings.
     pub embedding_multiplier: f64,
-    /// Factor on everything that attention and the MLP add to the residual stream.
+    /// Factor on the outputs of attention and MLP before they are added to the residual stream.
     pub residual_multiplier: f64,
-    /// Divisor of the logits.
+    /// Number by which the logits are divided.
     pub logits_divisor: f64,
-    /// Logits become c·tanh(logit / c) if c is set.
+    /// Soft cap c of logits, which become c·tanh(logit / c); None means no cap.
     pub logits_softcap: Option<f64>,
     /// Whether this is the text part of a multimodal checkpoint. Such a checkpoint has other tensor
     /// names, and more tensors.
     pub is_part: bool,
-    /// Rows and columns of a block that shares a scale in matrices stored in 8 bits; None means one scale
+    /// Rows and columns of a block of weights that shares a scale, for matrices stored in 8 bits; None means one scale
     /// per matrix, if any.
     pub fp8_block: Option<[usize; 2]>,
 }
@@ -95,7 +95,7 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// The paths of the linear layers within a decoder layer. Layers with the same input may be stored as one.
+/// The paths of the linear layers within a decoder layer. Linear layers with the same input may be stored as one (fused).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Projections {
     /// The projections to queries, keys and values.
@@ -109,21 +109,21 @@ pub struct Projections {
 }
 
 impl Projections {
-    /// Separate projections, as in Llama.
+    /// Each projection has its own matrix, as in Llama.
     pub const SEPARATE: Self = Self {
         qkv: &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         o: "self_attn.o_proj",
         gate_up: &["mlp.gate_proj", "mlp.up_proj"],
         down: "mlp.down_proj",
     };
-    /// Fused projections, as in Phi-3.
+    /// Query, key and value share one matrix, and so do gate and up, as in Phi-3.
     pub const FUSED: Self =
         Self { qkv: &["self_attn.qkv_proj"], gate_up: &["mlp.gate_up_proj"], ..Projections::SEPARATE };
-    /// Projections with the shared MLP's names, as in Granite 4.
+    /// The MLP's projections have the names of a mixture-of-experts model's shared MLP, as in Granite 4.
     pub const SHARED_MLP: Self =
         Self { gate_up: &["shared_mlp.input_linear"], down: "shared_mlp.output_linear", ..Projections::SEPARATE };
 
-    /// Iterates over all paths.
+    /// Iterates over the paths of all linear layers.
     pub fn paths(&self) -> impl Iterator<Item = &'static str> {
         self.qkv.iter().copied().chain([self.o]).chain(self.gate_up.iter().copied()).chain([self.down])
     }
@@ -132,14 +132,14 @@ impl Projections {
 /// Scales a query at position p, counted from 0, by 1 + beta · ln(1 + ⌊p / original⌋).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QueryGrowth {
-    /// The factor before the logarithm.
+    /// The factor (beta) before the logarithm.
     pub beta: f64,
     /// The original context length; queries at earlier positions are not scaled.
     pub original_max_position_embeddings: f64,
 }
 
 impl QueryGrowth {
-    /// The factor for a query at a position.
+    /// Returns the factor for a query at a position.
     pub fn factor(self, position: usize) -> f32 {
         let contexts = (position as f64 / self.original_max_position_embeddings).floor();
         (1.0 + self.beta * contexts.ln_1p()) as f32
@@ -151,13 +151,13 @@ impl QueryGrowth {
 pub enum QkNorm {
     /// Queries and keys have no norm.
     None,
-    /// A norm over each head.
+    /// One norm over each head separately.
     Head,
-    /// A norm over all heads of a token together.
+    /// One norm over all heads of a token together.
     Width,
 }
 
-/// The positions of a layer's norms: the names of their weights, without `.weight`.
+/// The norms of a decoder layer by their place: the names of their weights, without `.weight`; None if the layer has no norm there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerNorms {
     /// Norm of attention's input.
@@ -171,14 +171,14 @@ pub struct LayerNorms {
 }
 
 impl LayerNorms {
-    /// Norms before attention and MLP, as in Llama.
+    /// Norms before attention and before the MLP, as in Llama.
     pub const BEFORE: Self = Self {
         before_attention: Some("input_layernorm"),
         after_attention: None,
         before_mlp: Some("post_attention_layernorm"),
         after_mlp: None,
     };
-    /// Norms before and after both, as in Gemma 2 and 3.
+    /// Norms before and after both attention and MLP, as in Gemma 2 and 3.
     pub const AROUND: Self = Self {
         before_attention: Some("input_layernorm"),
         after_attention: Some("post_attention_layernorm"),
@@ -194,10 +194,10 @@ impl LayerNorms {
     };
 }
 
-/// Maximum plausible dimension, number of rows, or context length.
+/// Maximum dimension, number of rows, or context length that is accepted; more would indicate a damaged config.json.
 const MAX_SIZE: u64 = 1 << 28;
 
-/// Reads the keys of a JSON object. Errors name the file, the key and its value.
+/// Reads the keys of config.json. Errors name the file, the key and its value.
 pub(super) struct Keys<'a> {
     pub(super) file: &'a str,
     pub(super) value: &'a Value,
@@ -218,7 +218,7 @@ impl Keys<'_> {
         };
         match value.as_u64() {
             Some(n) if (1..=MAX_SIZE).contains(&n) => Ok(n as usize),
-            _ => self.refuse(key, value, &format!("it must be a whole number from 1 to {MAX_SIZE}")),
+            _ => self.refuse(key, value, &format!("the value must be a whole number from 1 to {MAX_SIZE}")),
         }
     }
 
@@ -228,7 +228,7 @@ impl Keys<'_> {
         };
         match value.as_f64() {
             Some(x) if x.is_finite() && x > 0.0 => Ok(x),
-            _ => self.refuse(key, value, "it must be a positive number"),
+            _ => self.refuse(key, value, "the value must be a positive number"),
         }
     }
 
@@ -236,14 +236,14 @@ impl Keys<'_> {
         match self.get(key) {
             None => Ok(default),
             Some(Value::Bool(b)) => Ok(*b),
-            Some(other) => self.refuse(key, other, "it must be true or false"),
+            Some(other) => self.refuse(key, other, "the value must be true or false"),
         }
     }
 }
 
 impl ModelDescription {
-    /// The part of the computation that has no GPU kernel yet, named by its keys in config.json; None
-    /// if all is supported.
+    /// Returns the part of this model's computation that has no GPU kernel yet, named by its keys in config.json; None if a GPU
+    /// can run the model.
     pub fn beyond_gpu(&self) -> Option<&'static str> {
         let scales = [self.embedding_multiplier, self.residual_multiplier, self.logits_divisor];
         let has_scales = scales.iter().any(|scale| *scale != 1.0);
@@ -272,12 +272,12 @@ impl ModelDescription {
         self.query_growth.is_some().then_some("llama_4_scaling_beta")
     }
 
-    /// Number of query heads per key-value head.
+    /// Returns the number of query heads per key-value head.
     pub fn group_size(&self) -> usize {
         self.num_attention_heads / self.num_key_value_heads
     }
 
-    /// The sizes that determine memory use.
+    /// Returns the sizes that determine the memory that training needs.
     pub fn shape(&self) -> ModelShape {
         let windows = || self.windows.iter().flatten();
         ModelShape {
@@ -293,7 +293,7 @@ impl ModelDescription {
         }
     }
 
-    /// Number of outputs and inputs of a linear layer, by its path or its name in PEFT's `target_modules`.
+    /// Returns the number of outputs and inputs of a linear layer, by its path or its name in PEFT's `target_modules`.
     pub fn projection_shape(&self, path: &str) -> (usize, usize) {
         let (hidden, inter) = (self.hidden_size, self.intermediate_size);
         let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
@@ -308,12 +308,12 @@ impl ModelDescription {
         }
     }
 
-    /// The linear layers' names in PEFT's `target_modules`.
+    /// Returns the names of the linear layers in PEFT's `target_modules`.
     pub fn module_names(&self) -> Vec<&'static str> {
         self.projections.paths().map(|path| path.rsplit('.').next().unwrap_or(path)).collect()
     }
 
-    /// Whether the linear layer at a path has a bias.
+    /// Returns whether the linear layer at a path has a bias.
     pub fn has_bias(&self, path: &str) -> bool {
         if self.projections.qkv.contains(&path) {
             return self.qkv_bias;
@@ -321,7 +321,7 @@ impl ModelDescription {
         if path == self.projections.o { self.o_bias } else { self.mlp_bias }
     }
 
-    /// Lists every tensor the decoder needs, with its shape.
+    /// Lists every tensor that the decoder needs, with its shape.
     pub fn tensors(&self) -> Vec<(String, Vec<usize>)> {
         let hidden = self.hidden_size;
         let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
@@ -355,17 +355,18 @@ impl ModelDescription {
     }
 }
 
-/// Returns the window of each layer. `layer_types` says which layers have one; without that key, `slides` decides.
+/// Returns the attention window of each layer. `layer_types` says which layers have one; if config.json lacks
+/// this key, `slides` decides.
 ///
 /// # Errors
-/// Fails if `layer_types` cannot be parsed, or names windows but no window size is set.
+/// Fails if `layer_types` cannot be parsed, or if it names layers with windows but `sliding_window` is not set.
 pub(super) fn windows(
     keys: &Keys,
     num_layers: usize,
     window: Option<usize>,
     slides: impl Fn(usize) -> bool,
 ) -> Result<Vec<Option<usize>>, ModelCardError> {
-    let advice = "it must name full_attention or sliding_attention for each of num_hidden_layers layers";
+    let advice = "the value must name full_attention or sliding_attention for each of num_hidden_layers layers";
     let of_name = |name: &Value| match name.as_str() {
         Some("full_attention") => Some(false),
         Some("sliding_attention") => Some(true),

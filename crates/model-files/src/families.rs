@@ -24,24 +24,24 @@ use super::config::{Activation, Keys, LayerNorms, ModelDescription, Projections,
 pub(super) struct Family {
     /// The value of `model_type` in config.json.
     pub(super) model_type: &'static str,
-    /// Keys that this family reads; families that do not read such a key reject it.
+    /// Keys of config.json that this family reads and others do not; a family that does not read such a key rejects it.
     pub(super) reads: &'static [&'static str],
-    /// Default sizes. A head is hidden_size / num_attention_heads wide unless this list has a width.
+    /// Default values of sizes in config.json. A head is hidden_size / num_attention_heads wide unless this list has `head_dim`.
     pub(super) sizes: &'static [(&'static str, usize)],
-    /// Default of the epsilon in RMSNorm.
+    /// Default value of the epsilon in RMSNorm.
     pub(super) rms_norm_eps: f64,
-    /// The key of the MLP's activation, and its default.
+    /// The config.json key of the MLP's activation function, and its default value.
     pub(super) activation: (&'static str, &'static str),
     /// Default base of the rotary position embedding.
     pub(super) rope_theta: f64,
-    /// Reads the rotary position embeddings, given the default base: the one of all layers, and the one of layers with
-    /// a window if it differs.
+    /// Reads the rotary position embeddings, given the default base: the embedding of all layers, and that of layers with a
+    /// window if it differs.
     pub(super) ropes: ReadRopes,
-    /// Whether the head shares the embedding's weights by default.
+    /// Whether the language-model head shares the embedding's weights by default.
     pub(super) is_tied: bool,
     /// Whether `num_key_value_heads` defaults to the number of query heads.
     pub(super) has_kv_heads_by_default: bool,
-    /// Sets the fields of the description that are specific to the family.
+    /// Sets the fields of [`ModelDescription`] that are specific to the family.
     pub(super) describe: Describe,
 }
 
@@ -61,7 +61,7 @@ impl Family {
     };
 }
 
-/// Reads `attention_bias`, which applies to all four projections of attention.
+/// Reads the key `attention_bias`, which applies to all four projections of attention.
 fn read_attention_bias(keys: &Keys<'_>, model: &mut ModelDescription) -> Result<(), ModelCardError> {
     let bias = keys.flag("attention_bias", false)?;
     (model.qkv_bias, model.o_bias) = (bias, bias);
@@ -88,11 +88,11 @@ pub(super) const FAMILIES: [Family; 13] = [
     phi::PHI3,
 ];
 
-/// Multimodal checkpoints with a supported text part: the `model_type` in config.json, and the types its `text_config`
-/// may have. The first is the default.
+/// Multimodal checkpoints with a supported text part: the `model_type` in config.json, and the types that its `text_config` may
+/// have. The first type is the default.
 const WITH_TEXT_PART: [(&str, &[&str]); 2] = [("gemma3", &["gemma3_text"]), ("mistral3", &["mistral", "ministral3"])];
 
-/// Keys that change the computation if present, unless the value is null, false or the neutral number given here.
+/// Keys of config.json that change the computation, unless the value is null, false or the number given here, which has no effect.
 const UNSUPPORTED: [(&str, Option<f64>); 27] = [
     ("attn_logit_softcapping", None),
     ("final_logit_softcapping", None),
@@ -124,7 +124,7 @@ const UNSUPPORTED: [(&str, Option<f64>); 27] = [
 ];
 
 impl ModelDescription {
-    /// Parses and validates config.json; `file` is its name in errors.
+    /// Parses and validates the content of config.json; `file` is the file name in errors.
     pub fn from_json(file: &str, value: &Value) -> Result<ModelDescription, ModelCardError> {
         let keys = Keys { file, value };
         let text_part = text_part(&keys)?;
@@ -150,7 +150,7 @@ impl ModelDescription {
         }
     }
 
-    /// Describes the decoder under a …ForSequenceClassification head; it has no language-model head.
+    /// Describes the decoder under a …ForSequenceClassification head; such a checkpoint has no language-model head.
     pub(super) fn of_backbone(keys: &Keys) -> Result<ModelDescription, ModelCardError> {
         let config = ModelDescription::of_family(keys, family_of(keys)?)?;
         Ok(ModelDescription { tie_word_embeddings: true, ..config })
@@ -188,7 +188,7 @@ impl ModelDescription {
         let is_phi3 = family.model_type == phi::PHI3.model_type;
         let (rope, local_rope) =
             (family.ropes)(keys, family.rope_theta, Sizes { head_dim, max_position_embeddings, is_phi3 })?;
-        // A dynamic base exists for sequences beyond the original context.
+        // `rope_type` dynamic supports sequences beyond max_position_embeddings, up to this factor.
         let reach = match rope.kind {
             RopeKind::Dynamic { factor, .. } => (max_position_embeddings as f64 * factor.max(1.0)) as usize,
             _ => max_position_embeddings,
@@ -231,7 +231,7 @@ impl ModelDescription {
     }
 }
 
-/// Rejects keys that the family does not read and that would change the computation.
+/// Rejects keys of config.json that would change the computation and that the model's family does not read.
 fn check_unsupported(keys: &Keys<'_>, family: &Family) -> Result<(), ModelCardError> {
     let is_read = |key: &str| family.reads.contains(&key) || (key == "quantization_config" && is_fp8(keys));
     for (key, neutral) in UNSUPPORTED.into_iter().filter(|(key, _)| !is_read(key)) {
@@ -242,19 +242,19 @@ fn check_unsupported(keys: &Keys<'_>, family: &Family) -> Result<(), ModelCardEr
                 _ => false,
             };
             if !harmless {
-                return keys.refuse(key, found, "this is not supported; use a model without it");
+                return keys.refuse(key, found, "this setting is not supported; use a model without it");
             }
         }
     }
     Ok(())
 }
 
-/// Whether weights are stored in 8 bits with separate scales: the `fp8` format of transformers.
+/// Returns whether the checkpoint stores weights in 8 bits with separate scales: the `fp8` format of transformers.
 fn is_fp8(keys: &Keys<'_>) -> bool {
     keys.get("quantization_config").is_some_and(|value| value["quant_method"] == "fp8")
 }
 
-/// Reads the rows and columns of a block that shares a scale; None means one scale per matrix.
+/// Reads the rows and columns of a block of 8-bit weights that shares a scale; None means one scale per matrix.
 fn fp8_block(keys: &Keys<'_>) -> Result<Option<[usize; 2]>, ModelCardError> {
     if !is_fp8(keys) {
         return Ok(None);
@@ -265,7 +265,9 @@ fn fp8_block(keys: &Keys<'_>) -> Result<Option<[usize; 2]>, ModelCardError> {
     match sizes.as_deref() {
         Some([rows, columns]) => Ok(Some([*rows as usize, *columns as usize])),
         None if found.is_null() => Ok(None),
-        _ => keys.refuse("quantization_config.weight_block_size", found, "it must be two positive whole numbers"),
+        _ => {
+            keys.refuse("quantization_config.weight_block_size", found, "the value must be two positive whole numbers")
+        }
     }
 }
 
@@ -275,7 +277,7 @@ fn activation(keys: &Keys<'_>, (key, usual): (&str, &str)) -> Result<Activation,
     let value = keys.get(key).unwrap_or(&usual);
     match value.as_str() {
         Some("silu" | "swish") => Ok(Activation::Silu),
-        // transformers computes both names with the same formula.
+        // transformers uses the same formula for both of these names.
         Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::GeluTanh),
         _ => keys.refuse(key, value, "supported are \"silu\" and \"gelu_pytorch_tanh\""),
     }
@@ -300,7 +302,7 @@ fn text_part(keys: &Keys<'_>) -> Result<Option<Value>, ModelCardError> {
     if !found.as_str().is_some_and(|name| of_text.contains(&name)) {
         return keys.refuse("text_config.model_type", found, &format!("supported are {}", of_text.join(", ")));
     }
-    // This top-level key applies to the text part too.
+    // The top-level key `quantization_config` applies to the text part too.
     if let Some(value) = keys.get("quantization_config") {
         text.insert("quantization_config".to_owned(), value.clone());
     }

@@ -1,7 +1,7 @@
-//! Describes a model without loading its tensors: config.json, safetensors headers, tokenizer, chat template.
+//! Reads the metadata of a model without loading its tensors: config.json, safetensors headers, tokenizer, chat template.
 //!
-//! The server uses this at submission, and the engine's loader uses it too. Reading never panics, whatever the files
-//! contain; every error names the file, the key, its value and what to do.
+//! The server uses this crate when a job is submitted, and the engine when it loads a model. Reading never panics, whatever the
+//! files contain; every error names the file, the key, its value and what to do.
 
 pub mod adapter;
 pub mod classifier;
@@ -33,9 +33,9 @@ pub use weights::{Scale, Skipped, TensorDtype, TensorLocation};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{file}: {detail}")]
 pub struct ModelCardError {
-    /// The file at fault, relative to the model directory.
+    /// Path of the file that has the problem, relative to the model directory.
     pub file: String,
-    /// The key, its value, and what to do.
+    /// The key in that file, its value, and what to do.
     pub detail: String,
 }
 
@@ -54,24 +54,24 @@ pub struct ModelFile {
     pub size_bytes: u64,
 }
 
-/// Facts about a model that do not need its tensors.
+/// Metadata of a model, read without loading its tensors.
 #[derive(Clone, Debug)]
 pub struct ModelCard {
-    /// Everything in config.json that defines the computation.
+    /// The content of config.json that defines the model's computation.
     pub config: ModelDescription,
-    /// The location of each tensor that the architecture needs, in the order of [`ModelDescription::tensors`].
+    /// The location in the files of each tensor that the model needs, in the order of [`ModelDescription::tensors`].
     pub tensors: Vec<TensorLocation>,
-    /// The files that make up the model, sorted by name.
+    /// The model's files, sorted by name.
     pub files: Vec<ModelFile>,
-    /// All token ids that end a completion.
+    /// The ids of all tokens that end a completion.
     pub eos_token_ids: Vec<u32>,
     /// Length of the longest supported sequence, in tokens.
     pub max_position_embeddings: usize,
     /// Total number of weights; shared weights count once.
     pub num_parameters: u64,
-    /// The source of the chat template.
+    /// The model's chat template, as Jinja source.
     pub chat_template: Option<String>,
-    /// The tensors of a multimodal checkpoint that are not used.
+    /// The tensors of a multimodal checkpoint that its text part does not need.
     pub skipped: Option<Skipped>,
 }
 
@@ -126,8 +126,8 @@ fn model_files(dir: &Path, config_file: &str, tensors: &[TensorLocation]) -> Vec
     sized.collect()
 }
 
-/// SHA-256 in hex over the files that determine the output: config, weights, tokenizer, chat template. It changes if
-/// the model changes. Reads every byte, which takes seconds for gigabytes.
+/// Returns the model's fingerprint: SHA-256 in hex over the files that determine its output (config, weights, tokenizer, chat
+/// template). Reads every byte, which takes seconds for gigabytes.
 pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
     fingerprint_files(dir, &read(dir)?.files)
 }
@@ -149,7 +149,7 @@ pub fn hash_files(dir: &Path, files: &[ModelFile]) -> Result<Vec<FileEntry>, Mod
     files.iter().map(hash).collect()
 }
 
-/// The [`fingerprint`] of a model with these files, in this order.
+/// Returns the [`fingerprint`] of a model from the hashes of its files, in this order.
 pub fn fingerprint_entries(files: &[FileEntry]) -> String {
     let mut all = Sha256::new();
     for file in files {
@@ -160,7 +160,7 @@ pub fn fingerprint_entries(files: &[FileEntry]) -> String {
     Sha256Digest::from(all).to_string()
 }
 
-/// Reads a directory with a language model or a classifier, and returns the files that make it up.
+/// Reads a directory with a language model or a sequence-classification model, and returns the list of its files.
 ///
 /// # Errors
 /// Fails if the directory holds no model; see [`read`].
@@ -171,8 +171,8 @@ pub fn files_of(dir: &Path) -> Result<Vec<ModelFile>, ModelCardError> {
     }
 }
 
-/// SHA-256 in hex over names, sizes and modification times of these files. It is cheap and changes whenever a file is
-/// written, but the same content may have several stamps.
+/// Returns a stamp of a model's files: SHA-256 in hex over their names, sizes and modification times. The stamp is cheap and
+/// changes whenever a file is written, but the same content may have several stamps.
 pub fn stamp(dir: &Path, files: &[ModelFile]) -> String {
     let mut all = Sha256::new();
     for file in files {
@@ -187,7 +187,7 @@ pub fn stamp(dir: &Path, files: &[ModelFile]) -> String {
 
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// Files besides the weights and config.json that change a model's output.
+/// Files, besides the weights and config.json, that affect a model's output.
 const OTHER_FILES: [&str; 6] = [
     "chat_template.jinja",
     "generation_config.json",
@@ -230,7 +230,7 @@ fn eos_token_ids(
 fn token_ids(file: &str, value: &Value, vocab_size: usize) -> Result<Vec<u32>, ModelCardError> {
     let one = |v: &Value| {
         v.as_u64().and_then(|id| u32::try_from(id).ok()).filter(|id| (*id as usize) < vocab_size).ok_or_else(|| {
-            let advice = format!("it must be token ids below vocab_size ({vocab_size})");
+            let advice = format!("the value must be token ids below vocab_size ({vocab_size})");
             ModelCardError::new(file, format!("eos_token_id holds {}; {advice}", brief(v)))
         })
     };
@@ -264,7 +264,7 @@ pub fn open(dir: &Path, file: &str) -> Result<File, ModelCardError> {
     File::open(path).map_err(|e| io_error(file, &e))
 }
 
-/// Reads a text file of at most `max_bytes`.
+/// Reads a text file of a model, of at most `max_bytes`.
 pub(crate) fn read_text(dir: &Path, file: &str, max_bytes: u64) -> Result<String, ModelCardError> {
     let opened = open(dir, file)?;
     let mut bytes = Vec::new();
@@ -276,7 +276,7 @@ pub(crate) fn read_text(dir: &Path, file: &str, max_bytes: u64) -> Result<String
     String::from_utf8(bytes).map_err(|_| ModelCardError::new(file, "is not valid UTF-8; copy the file again"))
 }
 
-/// Reads a JSON object of at most `max_bytes`.
+/// Reads a model's file with a JSON object, of at most `max_bytes`.
 pub fn read_json(dir: &Path, file: &str, max_bytes: u64) -> Result<Value, ModelCardError> {
     let text = read_text(dir, file, max_bytes)?;
     let value: Value = serde_json::from_str(&text)
@@ -287,8 +287,7 @@ pub fn read_json(dir: &Path, file: &str, max_bytes: u64) -> Result<Value, ModelC
     Ok(value)
 }
 
-/// Detects a file that was never downloaded, such as a Git LFS pointer, by its first bytes, and returns an
-/// error that says so.
+/// Returns an error if the first bytes of a model's file show that it was never downloaded, for example a Git LFS pointer.
 pub(crate) fn check_downloaded(file: &str, start: &[u8]) -> Result<(), ModelCardError> {
     let text = start.trim_ascii_start();
     let begins = |mark: &str| text.get(..mark.len()).is_some_and(|start| start.eq_ignore_ascii_case(mark.as_bytes()));

@@ -7,12 +7,12 @@ use serde_json::Map;
 
 use crate::jinja::{Ordered, Template, charge, environment, raise, to_value};
 
-/// Maximum number of instructions a template may run; real templates need thousands.
+/// Maximum number of instructions that a chat template may run; real templates need thousands.
 const FUEL: u64 = 20_000_000;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
-/// Maximum bytes that one rendering may allocate in total.
+/// Maximum number of bytes that one rendering of a chat template may allocate in total.
 const BUDGET: u64 = 128 << 20;
-/// Maximum length of a `strftime_now` format, in bytes; each field is padded to the width in its format.
+/// Maximum length in bytes of the format that a template passes to `strftime_now`, since a field may ask for a large width.
 const MAX_TIME_FORMAT_BYTES: usize = 1000;
 const NAME: &str = "chat_template";
 
@@ -30,7 +30,7 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Compiles a template. `special_tokens` are variables of the template (`bos_token` …).
+    /// Compiles a chat template. `special_tokens` (`bos_token` …) become variables of the template.
     pub fn new(source: String, special_tokens: Vec<(String, String)>) -> Result<ChatTemplate, TemplateError> {
         let mut environment = environment(FUEL);
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
@@ -49,7 +49,7 @@ impl ChatTemplate {
         Ok(ChatTemplate { environment, template, special_tokens })
     }
 
-    /// Renders messages; `kwargs` are further variables.
+    /// Renders chat messages to text; `kwargs` are further variables of the template.
     pub fn render(
         &self,
         messages: &[serde_json::Value],
@@ -63,7 +63,7 @@ impl ChatTemplate {
             ("add_generation_prompt".to_owned(), Value::from(add_generation_prompt)),
         ];
         variables.extend(self.special_tokens.iter().map(|(name, text)| (name.clone(), Value::from(text.as_str()))));
-        // If a name occurs twice, the last value counts.
+        // A variable in `kwargs` replaces another one of the same name, because the last value counts.
         variables.extend(kwargs.iter().map(|(name, value)| (name.clone(), to_value(value))));
         variables.reverse();
         let variables = Value::from_object(Ordered(variables));
@@ -71,11 +71,11 @@ impl ChatTemplate {
     }
 }
 
-/// Names of an assistant's reasoning; the first one with a value counts.
+/// Field names under which a message may have the assistant's reasoning; the first one with a value counts.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// Prepares a message as transformers 5 does: drops keys that are null, and provides the reasoning under the two names
-/// that templates read, in the same order of keys.
+/// Prepares a chat message for the template as transformers 5 does: drops keys that are null, and provides the reasoning under the
+/// two names that templates read, in the same order of keys.
 fn as_given(message: &serde_json::Value) -> serde_json::Value {
     let Some(fields) = message.as_object() else { return message.clone() };
     let mut given: Map<String, serde_json::Value> =
@@ -114,7 +114,7 @@ fn failed(error: Error) -> TemplateError {
     TemplateError(text)
 }
 
-/// Writes a value as Python's `str()` does, so that `{{ x }}` prints the same as in Jinja.
+/// Writes a template value as Python's `str()` does, so that `{{ x }}` prints the same as in Jinja.
 fn write_python(out: &mut Output, _state: &mut State, value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(text) => {
@@ -268,7 +268,7 @@ impl JsonStyle {
             kind => {
                 return Err(Error::new(
                     ErrorKind::InvalidOperation,
-                    format!("tojson cannot write a value of kind {kind}"),
+                    format!("tojson cannot write a value of type {kind}"),
                 ));
             }
         }
@@ -291,7 +291,7 @@ mod tests {
             let template = ChatTemplate::new(source.to_owned(), Vec::new()).unwrap();
             template.render(&[message], false, &Map::new()).unwrap()
         };
-        // Expected values come from transformers 5.23.0.
+        // The expected texts were rendered with transformers 5.23.0.
         let null = "{% for m in messages %}{{ m.content }}|{{ 'content' in m }}|{{ m.content is none }}{% endfor %}";
         assert_eq!(rendered(json!({"role": "user", "content": null}), null), "|False|False");
         let whole = "{{ messages[0] | tojson }}";

@@ -325,17 +325,17 @@ fn damaged_weights_are_errors_that_name_the_file_and_the_tensor() {
     assert!(spoil(&|b| b[..8].copy_from_slice(&u64::MAX.to_le_bytes())).contains("18446744073709551615"));
     assert!(spoil(&|b| b[..8].copy_from_slice(&99_999_999u64.to_le_bytes())).contains("99999999"));
     assert!(spoil(&|b| b[8] = b'x').contains("not JSON"));
-    assert!(spoil(&|b| b.extend(b"tail")).contains("4 bytes follow the last tensor"));
+    assert!(spoil(&|b| b.extend(b"tail")).contains("the file has 4 bytes after the last tensor"));
     assert!(
         spoil(&|b| in_header(b, |h| format!("{{\"model.norm.weight\":1,{}", &h[1..])))
             .contains("duplicate key 'model.norm.weight'")
     );
     let numbered = |h: &str| h.replace("{\"format\":\"pt\"}", "{\"format\":1}");
-    assert!(spoil(&|b| in_header(b, numbered)).contains("__metadata__ of the header must be an object of strings"));
+    assert!(spoil(&|b| in_header(b, numbered)).contains("the header's __metadata__ must be an object of strings"));
     assert!(spoil(&share_the_bytes_of_two_tensors).contains("tensors overlap"));
     assert!(spoil(&|b| rename(b, "layers.2.mlp.up_proj", "layers.2.mlp.up_proX")).contains("layers.2.mlp.up_proj"));
     assert!(spoil(&|b| rename(b, "\"shape\":[320,64]", "\"shape\":[64,320]")).contains("[64, 320]"));
-    assert!(spoil(&|b| rename(b, "\"shape\":[320,64]", "\"shape\":[320,65]")).contains("cannot lie"));
+    assert!(spoil(&|b| rename(b, "\"shape\":[320,64]", "\"shape\":[320,65]")).contains("does not have the size"));
     assert!(spoil(&|b| rename(b, "\"dtype\":\"F32\"", "\"dtype\":\"I32\"")).contains("stored as I32"));
 
     let dir = copy("qwen3");

@@ -1,4 +1,4 @@
-//! The tokenizer with its chat template and EOS ids.
+//! The tokenizer of a model, with its chat template and EOS ids.
 
 use std::path::Path;
 
@@ -11,16 +11,16 @@ use rlood_types::dataset::Answered;
 use super::template::{ChatTemplate, TemplateError};
 use super::{ModelCardError, read_json, read_text};
 
-/// The reason why a text could not be processed.
+/// The reason why a text could not be tokenized, decoded or rendered.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
-    /// The tokenizer is missing or damaged.
+    /// The model's tokenizer files are missing or damaged.
     #[error(transparent)]
     Files(#[from] ModelCardError),
-    /// The tokenizer rejected a text or ids.
+    /// The tokenizer failed on a text or on token ids.
     #[error("the tokenizer failed: {0}")]
     Tokenizer(String),
-    /// The prompt is neither a string nor a list.
+    /// A prompt is neither a string nor a list of chat messages.
     #[error("a prompt must be a string or a list of chat messages {{\"role\": …, \"content\": …}}")]
     Prompt,
     /// The prompt is a chat, but the model has no chat template.
@@ -29,13 +29,14 @@ pub enum TextError {
          chat_template.jinja to the model"
     )]
     NoChatTemplate,
-    /// The chat template renders something else before the answer than the generation prompt of a rollout.
+    /// A row with an answer cannot be used: the text that the chat template renders before the answer differs from the
+    /// prompt of a rollout.
     #[error(
         "the chat template does not continue its own generation prompt: what it writes before the assistant's last turn differs \
          from the prompt of a rollout, so the turn cannot be learned from"
     )]
     NotAPrefix,
-    /// The chat template rejected the messages.
+    /// The chat template raised an error for the messages.
     #[error(transparent)]
     Template(#[from] TemplateError),
 }
@@ -82,7 +83,7 @@ impl Text {
         let bytes = read_text(dir, TOKENIZER, MAX_TOKENIZER_BYTES)?;
         let mut tokenizer = Tokenizer::from_bytes(bytes)
             .map_err(|e| ModelCardError::new(TOKENIZER, format!("is not a tokenizer ({e}); copy the file again")))?;
-        // transformers neither truncates nor pads by default, whatever the file says.
+        // Truncation and padding in tokenizer.json are turned off, because transformers does neither by default.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|e| TextError::Tokenizer(e.to_string()))?;
         let info = TokenizerInfo::read(dir)?;
@@ -93,15 +94,16 @@ impl Text {
         Ok(Text { tokenizer, template, eos_token_ids: Vec::new() })
     }
 
-    /// Encodes a text. `add_special_tokens` adds those that the tokenizer itself puts around a text, such as a BOS.
+    /// Encodes a text to token ids. `add_special_tokens` adds the special tokens that the tokenizer puts around a
+    /// text, such as BOS.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
         let encoding =
             self.tokenizer.encode_fast(text, add_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Truncates all further texts to at most this many tokens, including special ones: drops tokens from the start,
-    /// and in a pair from the longer text.
+    /// Sets the maximum number of tokens, including special ones, for all further calls of [`Text::encode_cut`]: tokens are
+    /// dropped from the start, and in a pair from the longer text.
     pub fn truncate_left(&mut self, max_tokens: usize) -> Result<(), TextError> {
         let params = TruncationParams {
             direction: TruncationDirection::Left,
@@ -113,7 +115,7 @@ impl Text {
         Ok(())
     }
 
-    /// Encodes a text or a pair of texts, and returns whether [`Text::truncate_left`] dropped tokens.
+    /// Encodes a text or a pair of texts to token ids, and returns whether tokens were dropped because of [`Text::truncate_left`].
     pub fn encode_cut(
         &self,
         text: &str,
@@ -129,17 +131,18 @@ impl Text {
         Ok((encoding.get_ids().to_vec(), !encoding.get_overflowing().is_empty()))
     }
 
-    /// Whether the model has a chat template.
+    /// Returns whether the model has a chat template.
     pub fn has_chat_template(&self) -> bool {
         self.template.is_some()
     }
 
-    /// Decodes ids to text.
+    /// Decodes token ids to text.
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, TextError> {
         self.tokenizer.decode(ids, skip_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))
     }
 
-    /// Renders messages to text. `kwargs` are further variables for the template, such as `enable_thinking`.
+    /// Renders chat messages to text with the chat template. `kwargs` are further variables for the
+    /// template, such as `enable_thinking`.
     pub fn render_chat(
         &self,
         messages: &[Value],
@@ -150,7 +153,7 @@ impl Text {
         Ok(template.render(messages, add_generation_prompt, kwargs)?)
     }
 
-    /// Encodes a prompt. Special tokens are added once: to a text by the tokenizer, to a chat by the template.
+    /// Encodes a prompt to token ids. Special tokens are added once: to a text by the tokenizer, to a chat by the template.
     pub fn prompt_ids(&self, prompt: &Prompt, kwargs: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
         match prompt {
             Prompt::Text(text) => self.encode(text, true),
@@ -158,7 +161,7 @@ impl Text {
         }
     }
 
-    /// Encodes a row with an answer: the prompt as in a rollout, and the answer with its EOS token.
+    /// Encodes a row of supervised training: the prompt as in a rollout, and the answer with its EOS token.
     ///
     /// In a chat, the answer is the text that the template renders after the prompt and its generation prompt.
     /// The answer ends with its first EOS token, as a completion does. If neither the template nor the text has
@@ -174,8 +177,8 @@ impl Text {
         };
         let Some(answer) = whole.strip_prefix(&prompt) else { return Err(TextError::NotAPrefix) };
         let prompt_ids = self.encode(&prompt, special)?;
-        // The tokenizer may merge characters across the border between prompt and answer, but a rollout starts after
-        // the prompt's own tokens.
+        // Prompt and answer are encoded separately: the tokenizer might merge characters across their border, but a rollout starts
+        // after the tokens of the prompt alone.
         let mut ids = match self.encode(&whole, special)?.strip_prefix(prompt_ids.as_slice()) {
             Some(rest) => rest.to_vec(),
             None => self.encode(answer, false)?,
@@ -187,13 +190,13 @@ impl Text {
         Ok((prompt_ids, ids))
     }
 
-    /// All ids that end a completion: the tokenizer's, and those of generation_config.json or,
-    /// without that file, config.json.
+    /// The ids of all tokens that end a completion: the tokenizer's EOS, and those of generation_config.json or, if that
+    /// file is missing, config.json.
     pub fn eos_token_ids(&self) -> &[u32] {
         &self.eos_token_ids
     }
 
-    /// The id of the token with exactly this text.
+    /// Returns the id of the token with exactly this text.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.tokenizer.token_to_id(token)
     }
@@ -207,11 +210,11 @@ const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 /// The content of tokenizer_config.json and related files, without the vocabulary.
 #[derive(Debug)]
 pub(crate) struct TokenizerInfo {
-    /// The source of the chat template.
+    /// The model's chat template, as Jinja source.
     pub chat_template: Option<String>,
     /// The special tokens (`bos_token`, `eos_token` …) and their texts, as chat templates see them.
     pub special_tokens: Vec<(String, String)>,
-    /// The id of `eos_token`.
+    /// The id of the tokenizer's `eos_token`.
     pub eos_token_id: Option<u32>,
 }
 

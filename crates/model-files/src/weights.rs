@@ -1,5 +1,4 @@
-//! Reads safetensors headers: locates every needed tensor, and checks it against the architecture
-//! and the file's length.
+//! Reads the headers of safetensors files: locates every tensor that a model needs, and checks its shape and its place in the file.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io::{Read, Seek};
@@ -12,11 +11,11 @@ use crate::json;
 
 use super::{ModelCardError, ModelDescription, check_downloaded, io_error, read_json};
 
-/// The longest header the safetensors format permits.
+/// Maximum length in bytes of a file header in the safetensors format.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const MAX_INDEX_BYTES: u64 = 100_000_000;
 
-/// The storage format of a weight.
+/// The number format in which a tensor is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorDtype {
     /// 32-bit IEEE floating point.
@@ -30,7 +29,7 @@ pub enum TensorDtype {
 }
 
 impl TensorDtype {
-    /// Size of one element in bytes.
+    /// Returns the size of one element in bytes.
     pub fn size_bytes(self) -> usize {
         match self {
             TensorDtype::F32 => 4,
@@ -43,36 +42,36 @@ impl TensorDtype {
 /// The location of a tensor in a safetensors file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorLocation {
-    /// The tensor's name in a text-only model of transformers.
+    /// The tensor's name, as in a text-only model of transformers.
     pub name: String,
-    /// The file, relative to the model directory.
+    /// Path of the file that contains the tensor, relative to the model directory.
     pub file: String,
-    /// The storage format of the elements.
+    /// The number format of the tensor's elements.
     pub dtype: TensorDtype,
-    /// The size of each dimension.
+    /// The size of each of the tensor's dimensions.
     pub shape: Vec<usize>,
-    /// Position of the first byte, from the beginning of the file.
+    /// Position of the tensor's first byte, from the beginning of the file.
     pub offset_bytes: u64,
-    /// The scales to multiply the stored values with.
+    /// The scales by which stored 8-bit values are multiplied; None for other formats.
     pub scale: Option<Box<Scale>>,
 }
 
-/// The scales of a matrix stored in 8 bits.
+/// The scales of a weight matrix that is stored in 8 bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scale {
-    /// One scale per block: `[blocks of rows][blocks of columns]`.
+    /// The tensor with one scale per block of weights: `[blocks of rows][blocks of columns]`.
     pub values: TensorLocation,
-    /// Number of rows and columns of a block.
+    /// Number of rows and columns of a block that shares a scale.
     pub block: [usize; 2],
 }
 
 impl TensorLocation {
-    /// Number of elements of the tensor.
+    /// Returns the number of elements of the tensor.
     pub fn num_elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Size of the tensor in bytes.
+    /// Returns the size of the tensor in bytes.
     pub fn size_bytes(&self) -> usize {
         self.num_elements() * self.dtype.size_bytes()
     }
@@ -85,10 +84,10 @@ struct HeaderEntry {
     data_offsets: (u64, u64),
 }
 
-/// Locates every tensor that the architecture needs.
+/// Locates every tensor that a model with this config.json needs.
 pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<TensorLocation>, ModelCardError> {
     let mut found = locate_spelled(dir, config.tensors(), config.is_part)?;
-    // Tensors stored in 8 bits have scales in a second tensor.
+    // Each tensor stored in 8 bits has a second tensor with its scales, which is located too.
     let scaled = |location: &TensorLocation| location.dtype == TensorDtype::F8E4M3;
     let scales = found.iter().filter(|location| scaled(location)).map(|location| {
         let block = match (config.fp8_block, location.shape.as_slice()) {
@@ -116,13 +115,13 @@ pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<Tensor
 /// Tensors of a multimodal checkpoint that its text part does not need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skipped {
-    /// Number of skipped tensors.
+    /// Number of tensors that are not needed.
     pub count: usize,
-    /// The parts of the model they belong to: the first names of their paths.
+    /// The parts of the model that these tensors belong to, such as `vision_tower`.
     pub parts: Vec<String>,
 }
 
-/// Lists the tensors besides the text part of a multimodal checkpoint; None for a text-only checkpoint.
+/// Lists the tensors of a multimodal checkpoint that its text part does not need; None for a text-only checkpoint.
 pub(super) fn skipped(dir: &Path, config: &ModelDescription) -> Result<Option<Skipped>, ModelCardError> {
     if !config.is_part {
         return Ok(None);
@@ -137,7 +136,7 @@ pub(super) fn skipped(dir: &Path, config: &ModelDescription) -> Result<Option<Sk
     let mut needed: HashSet<String> = HashSet::new();
     for (name, _) in config.tensors() {
         for name in spellings(&name, true) {
-            // Scales belong to their matrices; scales of activations are not needed.
+            // Tensors with the scales of 8-bit weights or activations do not count as tensors of other parts.
             let base = name.strip_suffix(".weight").unwrap_or(&name);
             needed.extend([format!("{base}.activation_scale"), format!("{name}_scale_inv")]);
             needed.insert(name);
@@ -155,9 +154,9 @@ pub(super) fn skipped(dir: &Path, config: &ModelDescription) -> Result<Option<Sk
     Ok((!others.is_empty()).then(|| Skipped { count: others.len(), parts: parts.into_iter().take(16).collect() }))
 }
 
-/// Returns the names that a tensor may have in the files. In a multimodal checkpoint the decoder is
-/// `language_model.model` (saved by transformers 4, and published for Gemma 3 and Mistral 3) or
-/// `model.language_model` (saved by 5).
+/// Returns the names that a decoder's tensor may have in the files. In a multimodal checkpoint the decoder is
+/// `language_model.model` (saved by transformers 4, and published for Gemma 3 and Mistral 3) or `model.language_model`
+/// (saved by transformers 5).
 fn spellings(name: &str, is_part: bool) -> Vec<String> {
     let mut spellings = vec![name.to_owned()];
     if is_part {
@@ -167,12 +166,14 @@ fn spellings(name: &str, is_part: bool) -> Vec<String> {
     spellings
 }
 
-/// Whether the files hold a head that differs from the embedding although config.json ties the two: transformers 5 then
-/// unties them. Compares both tensors if both exist; they nearly always differ at the first bytes.
+/// Returns whether the files contain a language-model head that differs from the embedding although config.json ties the
+/// two: transformers 5 then unties them. Both tensors are compared if both exist; two different tensors nearly always differ
+/// in the first bytes.
 pub(super) fn has_own_head(dir: &Path, config: &ModelDescription) -> Result<bool, ModelCardError> {
     let shape = vec![config.vocab_size, config.hidden_size];
     let names = ["model.embed_tokens.weight", "lm_head.weight"].map(|name| (name.to_owned(), shape.clone()));
-    // A missing tensor is reported later by the code that needs it.
+    // If one of the two tensors is missing, there is nothing to untie; a missing embedding is reported when
+    // the tensors are located.
     let Ok(found) = locate_spelled(dir, names.into(), config.is_part) else { return Ok(false) };
     let [embedding, head] = found.as_slice() else { return Ok(false) };
     if embedding.dtype != head.dtype {
@@ -191,14 +192,14 @@ pub(super) fn has_own_head(dir: &Path, config: &ModelDescription) -> Result<bool
     Ok(false)
 }
 
-/// Opens a file at the beginning of a tensor.
+/// Opens the file that contains a tensor, at the tensor's first byte.
 fn bytes_of(dir: &Path, location: &TensorLocation) -> Result<std::fs::File, ModelCardError> {
     let mut file = super::open(dir, &location.file)?;
     file.seek(std::io::SeekFrom::Start(location.offset_bytes)).map_err(|e| io_error(&location.file, &e))?;
     Ok(file)
 }
 
-/// Locates these tensors and checks their shapes.
+/// Locates the tensors with the given names, and checks their shapes.
 pub(super) fn locate_named(
     dir: &Path,
     needed: Vec<(String, Vec<usize>)>,
@@ -236,7 +237,7 @@ fn locate_spelled(
         let location = header.tensors.get(&name).ok_or_else(|| missing(file, &name))?;
         if location.shape != shape {
             let detail = format!(
-                "tensor {name} has shape {:?}; config.json asks for {shape:?}; the two do not belong together",
+                "tensor {name} has shape {:?}, but config.json asks for {shape:?}: weights and config.json are of different models",
                 location.shape
             );
             return Err(ModelCardError::new(file, detail));
@@ -293,9 +294,9 @@ fn weight_files(dir: &Path) -> Result<WeightFiles, ModelCardError> {
 /// The parsed header of a safetensors file.
 #[derive(Debug, Default)]
 pub struct Header {
-    /// Tensors of a supported type, by name.
+    /// Tensors in a supported number format, by name.
     pub tensors: BTreeMap<String, TensorLocation>,
-    /// The types of tensors that are not supported, by name.
+    /// The number formats of the tensors that are not supported, by tensor name.
     pub unsupported: BTreeMap<String, String>,
 }
 
@@ -305,7 +306,7 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
     let mut reader = super::open(dir, file)?;
     let file_bytes = reader.metadata().map_err(|e| io_error(file, &e))?.len();
     if file_bytes < 8 {
-        return Err(damaged(format!("has {file_bytes} bytes, too few for a safetensors header")));
+        return Err(damaged(format!("the file has {file_bytes} bytes, too few for a safetensors header")));
     }
     let mut start = [0u8; 64];
     let known = reader.read(&mut start).map_err(|e| io_error(file, &e))?;
@@ -315,14 +316,16 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
     reader.read_exact(&mut length).map_err(|e| io_error(file, &e))?;
     let header_bytes = u64::from_le_bytes(length);
     if header_bytes > MAX_HEADER_BYTES || header_bytes > file_bytes - 8 {
-        return Err(damaged(format!("the header claims {header_bytes} bytes of a file of {file_bytes}")));
+        return Err(damaged(format!("the header claims to have {header_bytes} bytes, but the file has {file_bytes}")));
     }
     let mut header = vec![0u8; header_bytes as usize];
     reader.read_exact(&mut header).map_err(|e| io_error(file, &e))?;
     let entries = match json::read(&header) {
         Ok(Value::Object(entries)) => entries,
         Ok(_) => return Err(damaged("the header is not a JSON object".to_owned())),
-        Err(error) if error.is_data() => return Err(damaged(format!("the header: {}", json::error_text(&error)))),
+        Err(error) if error.is_data() => {
+            return Err(damaged(format!("the header cannot be used: {}", json::error_text(&error))));
+        }
         Err(error) => return Err(damaged(format!("the header is not JSON ({error})"))),
     };
     let data_bytes = file_bytes - 8 - header_bytes;
@@ -332,7 +335,7 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
         if name == "__metadata__" {
             let all_text = |notes: &Map<String, Value>| notes.values().all(Value::is_string);
             if !value.is_null() && !value.as_object().is_some_and(all_text) {
-                return Err(damaged("__metadata__ of the header must be an object of strings".to_owned()));
+                return Err(damaged("the header's __metadata__ must be an object of strings".to_owned()));
             }
             continue;
         }
@@ -352,7 +355,7 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
         let elements = entry.shape.iter().try_fold(1u64, |product, d| product.checked_mul(*d));
         if elements.and_then(|n| n.checked_mul(dtype.size_bytes() as u64)) != Some(end - begin) {
             return Err(damaged(format!(
-                "tensor {name} of {} {:?} cannot lie in {} bytes",
+                "tensor {name} with elements of {} and the shape {:?} does not have the size of {} bytes that the header gives",
                 entry.dtype,
                 entry.shape,
                 end - begin
@@ -373,7 +376,7 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
     Ok(result)
 }
 
-/// Checks that every byte belongs to exactly one tensor, as the format requires; `spans` must be sorted.
+/// Checks that every byte of a safetensors file belongs to exactly one tensor, as the format requires; `spans` must be sorted.
 fn cover(spans: &[(u64, u64, String)], data_bytes: u64) -> Result<(), String> {
     let mut expected = 0;
     for (begin, end, name) in spans {
@@ -384,7 +387,7 @@ fn cover(spans: &[(u64, u64, String)], data_bytes: u64) -> Result<(), String> {
         expected = *end;
     }
     if expected != data_bytes {
-        return Err(format!("{} bytes follow the last tensor", data_bytes - expected));
+        return Err(format!("the file has {} bytes after the last tensor", data_bytes - expected));
     }
     Ok(())
 }

@@ -27,10 +27,10 @@ mod similarity;
 mod tags;
 mod watch;
 
-/// Largest compiled size of a user's pattern, bytes.
+/// Maximum size in bytes of a regular expression from a job, after compilation.
 const REGEX_SIZE_LIMIT: usize = 1 << 20;
 
-/// A reward computed in this process. Cheap to clone.
+/// A built-in reward, computed in this process. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Builtin {
     name: String,
@@ -64,7 +64,7 @@ enum Needle {
     Text(String),
 }
 
-/// The two texts that a grader compares.
+/// Templates of the two texts that a grader compares: the input and the reference.
 #[derive(Debug)]
 struct Texts {
     input: SampleTemplate,
@@ -76,7 +76,8 @@ impl Texts {
         Ok(Self { input: SampleTemplate::new(input)?, reference: SampleTemplate::new(reference)? })
     }
 
-    /// Renders both texts. Returns `None` when the reference is blank and the reward does not apply to blank references.
+    /// Renders the input and the reference. Returns `None` when the reference is blank and the reward does not
+    /// apply to blank references.
     fn of(&self, sample: &RewardSample, blank: BlankReference) -> Result<Option<(String, String)>, SampleError> {
         let variables = SampleTemplate::variables(sample);
         let failed = |why| no_value("template_failed", format!("the template cannot be rendered for this row: {why}"));
@@ -162,7 +163,7 @@ impl Builtin {
         Ok(Self { name, check, blank, limit: Limit::default(), running })
     }
 
-    /// Judges the completion of one sample.
+    /// Computes the reward of one sample's completion.
     pub fn judge_one(&self, sample: &RewardSample) -> Judgement {
         let judgement = match &*self.check {
             Check::Multi { graders, formula } => multi(graders, formula, sample),
@@ -174,8 +175,8 @@ impl Builtin {
         self.limit.apply(judgement)
     }
 
-    /// Judges completions on the current thread until `stop` is set or `until` is reached. Completions that are not judged by
-    /// then are missing at the end of the list.
+    /// Computes the rewards of completions on the current thread until `stop` is set or the time `until` is reached. Completions
+    /// that have no reward by then are missing at the end of the list.
     pub fn judge_until(&self, samples: &[RewardSample], stop: &AtomicBool, until: Instant) -> Vec<Judgement> {
         let may_continue = |_: &&RewardSample| !stop.load(Ordering::Relaxed) && Instant::now() < until;
         samples.iter().take_while(may_continue).map(|sample| self.judge_one(sample)).collect()
@@ -230,7 +231,7 @@ impl Builtin {
             Check::Repetition(plan) => Ok(RewardValue::Number(length::repetition(completion, plan))),
             Check::SoftOverlong(plan) => Ok(RewardValue::Number(length::soft_overlong(sample.num_tokens, plan))),
             Check::Format(plan) => Ok(RewardValue::Number(tags::format(completion, plan))),
-            // `judge_one` handles this case; here only the value is needed.
+            // `judge_one` also reports the details of each grader; here only the combined value is needed.
             Check::Multi { graders, formula } => Ok(multi(graders, formula, sample).value),
         }
     }
@@ -253,8 +254,8 @@ impl Reward for Builtin {
     }
 }
 
-/// Evaluates a formula over other graders. If one grader has no value or does not apply, the whole reward has no
-/// value or does not apply.
+/// Combines the values of several graders by a formula. If one grader has no value or does not apply, the whole reward has no value
+/// or does not apply.
 fn multi(graders: &BTreeMap<String, Builtin>, formula: &Formula, sample: &RewardSample) -> Judgement {
     let mut scores = BTreeMap::new();
     for (name, grader) in graders {
@@ -284,7 +285,7 @@ fn folded(text: &str, ignore_case: bool) -> String {
     if ignore_case { text.to_lowercase() } else { text.to_owned() }
 }
 
-/// Computes a value from the reference in a column. A row without a usable reference is "not applicable".
+/// Computes a reward from the reference answer in a column of the dataset. A row without a usable reference is "not applicable".
 fn with_column(
     columns: &Map<String, Value>,
     column: &str,
@@ -301,12 +302,12 @@ fn with_column(
     }
 }
 
-/// Returns the reference unless it is blank and blank references are not compared.
+/// Returns the reference answer unless it is blank and blank references are not compared.
 fn unless_blank(reference: Option<String>, blank: BlankReference) -> Option<String> {
     reference.filter(|text| blank == BlankReference::Compare || !text.trim().is_empty())
 }
 
-/// Returns a column as text; `None` for null, which means that the reward does not apply to this row.
+/// Returns the value of a row's column as text; `None` for null, which means that the reward does not apply to this row.
 fn text_column(columns: &Map<String, Value>, column: &str) -> Result<Option<String>, SampleError> {
     match columns.get(column) {
         Some(Value::String(text)) => Ok(Some(text.clone())),
@@ -376,7 +377,7 @@ mod tests {
             .judge_one(&RewardSample { columns, ..sample(completion) })
     }
 
-    /// Reads the reward as a job does.
+    /// Parses the settings of a reward in the same way as the settings of a job.
     fn read(reward: Value) -> RewardKind {
         crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0.kind
     }

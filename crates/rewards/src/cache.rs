@@ -12,9 +12,9 @@ use super::Judgement;
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::RewardSecrets;
 
-/// Approximate size in bytes of each of the two generations.
+/// Approximate maximum size in bytes of each of the cache's two generations (see [`Cache`]).
 const GENERATION_BYTES: usize = 32 << 20;
-/// Approximate size in bytes of an entry, without its texts.
+/// Approximate size in bytes of a cache entry, without its texts.
 const ENTRY_BYTES: usize = 192;
 
 /// Key of a cached value: a SHA-256 hash of the reward's revision and the sample.
@@ -33,7 +33,7 @@ struct Generations {
 }
 
 impl Cache {
-    /// Returns the value of a sample, if it is cached.
+    /// Returns the cached reward of a sample, if there is one.
     pub fn get(&self, key: &CacheKey) -> Option<Judgement> {
         let mut generations = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(judgement) = generations.young.get(key) {
@@ -44,7 +44,8 @@ impl Cache {
         Some(judgement)
     }
 
-    /// Stores a number or "not applicable". Missing values, and zeros that replace invalid answers, are not stored.
+    /// Stores a sample's reward if it is a number or "not applicable". Missing values, and zeros that replace invalid
+    /// answers, are not stored.
     pub fn insert(&self, key: CacheKey, judgement: &Judgement) {
         let is_storable = judgement.error.is_none() && judgement.value != RewardValue::Missing;
         if is_storable {
@@ -79,7 +80,7 @@ pub fn revision(scope: &str, secrets: &RewardSecrets, name: &str, plan: &impl Se
     digest(&[scope.as_bytes(), &secrets, name.as_bytes(), &plan])
 }
 
-/// Returns the revision of a reward with a limit on its values, since another job may have another limit.
+/// Adds the limit on a reward's values to its revision, since another job may use the same service with another limit.
 pub fn bounded(revision: &CacheKey, max_abs_reward: Option<f64>) -> CacheKey {
     digest(&[revision, format!("{max_abs_reward:?}").as_bytes()])
 }

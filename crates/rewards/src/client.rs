@@ -1,5 +1,5 @@
-//! Resources shared by all rewards of a worker: one connection pool, the outgoing address policy, the cache of values,
-//! and the factor on waits.
+//! Resources shared by all rewards of a worker: one connection pool, the policy for outgoing addresses, the cache of reward values,
+//! and the factor on waits (for tests).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,13 +16,13 @@ pub struct RewardClient {
     pub(super) policy: OutgoingPolicy,
     pub(super) http: Client,
     pub(super) cache: Arc<Cache>,
-    /// Owner whose cached values this client can read.
+    /// Owner of the jobs whose cached reward values this client can read.
     pub(super) cache_scope: Arc<str>,
     pub(super) pace: Pace,
 }
 
 impl RewardClient {
-    /// Creates a client with its own connection pool, which connects only to addresses that the policy permits.
+    /// Creates reward resources with their own connection pool, which connects only to addresses that the policy permits.
     ///
     /// # Errors
     /// Returns a message when the HTTP client cannot be created.
@@ -40,19 +40,19 @@ impl RewardClient {
         })
     }
 
-    /// Sets the factor on waits.
+    /// Sets the factor on waits (see [`Pace`]).
     #[must_use]
     pub fn with_pace(self, pace: Pace) -> Self {
         Self { pace, ..self }
     }
 
-    /// Limits the cache to values that were stored with the same scope.
+    /// Limits the cache of reward values to those that were stored for the same owner (`scope`).
     #[must_use]
     pub fn with_cache_scope(self, scope: &str) -> Self {
         Self { cache_scope: Arc::from(scope), ..self }
     }
 
-    /// Returns the factor on waits.
+    /// Returns the factor on waits (see [`Pace`]).
     pub fn pace(&self) -> Pace {
         self.pace
     }
@@ -84,7 +84,7 @@ impl Pace {
         if factor > 0.0 && factor <= 1.0 { Ok(Self(factor)) } else { Err("must be above 0 and at most 1".to_owned()) }
     }
 
-    /// Scales a wait by the factor.
+    /// Multiplies the length of a wait by the factor.
     pub fn of(self, wait: Duration) -> Duration {
         wait.mul_f64(self.0)
     }

@@ -11,9 +11,9 @@ pub enum RewardFailure {
     Outage {
         /// Name of the reward.
         reward: String,
-        /// Seconds since the first failure of the outage.
+        /// Seconds since the service's first failed request in the outage.
         waited_s: u64,
-        /// The last error of the outage.
+        /// Error of the service's last failed request.
         cause: String,
     },
     /// The service answered 410 Gone. The job pauses until the user resumes it.
@@ -22,40 +22,40 @@ pub enum RewardFailure {
         /// Name of the reward.
         reward: String,
     },
-    /// Too few samples got a valid value. The job pauses until the user resumes it.
+    /// Too few samples of the recent rollouts got a valid reward. The job pauses until the user resumes it.
     #[error("reward '{reward}': {invalid} of the last {total} samples have no valid value; for example: {example}")]
     TooManyInvalid {
         /// Name of the reward.
         reward: String,
-        /// Number of samples without a valid value.
+        /// Number of samples of these rollouts without a valid reward.
         invalid: u64,
-        /// Number of samples in the window.
+        /// Number of samples in these rollouts.
         total: u64,
-        /// One of the errors, as an example.
+        /// The error of one of the samples, as an example.
         example: String,
     },
-    /// An answer was invalid, and `on_invalid` is `fail`.
+    /// A reward service gave an invalid answer, and the reward's `on_invalid` is `fail`.
     #[error("reward '{reward}': {detail}")]
     Invalid {
         /// Name of the reward.
         reward: String,
-        /// Description of the invalid answer.
+        /// Why the answer is invalid.
         detail: String,
     },
-    /// The outgoing address policy forbids the address of the service.
+    /// The policy for outgoing addresses forbids the address of the reward service.
     #[error("reward '{reward}': {detail}")]
     Refused {
         /// Name of the reward.
         reward: String,
-        /// The address, and what to do.
+        /// The forbidden address, and what the user can do.
         detail: String,
     },
-    /// The reward cannot be computed on this machine.
+    /// The reward needs something that this machine lacks, such as its model or Python.
     #[error("reward '{reward}': {detail}")]
     Unusable {
         /// Name of the reward.
         reward: String,
-        /// The reason, and what to do.
+        /// Why the reward cannot be computed, and what the user can do.
         detail: String,
     },
     /// A built-in reward takes too long to compute.
@@ -63,7 +63,7 @@ pub enum RewardFailure {
     TooSlow {
         /// Name of the reward.
         reward: String,
-        /// Which computation exceeded which limit.
+        /// The computation that took too long, and its time limit.
         detail: String,
     },
     /// The reward's requests cannot be recorded in the journal. The journal's implementation logs the reason.
@@ -79,7 +79,7 @@ fn waited(seconds: u64) -> String {
 }
 
 impl RewardFailure {
-    /// Returns the `status_reason` of the resulting pause; `None` when the job fails.
+    /// Returns the job's `status_reason` for errors that pause the job; `None` for errors that fail it.
     pub fn pause_reason(&self) -> Option<&'static str> {
         match self {
             RewardFailure::Outage { .. } => Some("reward_outage"),
@@ -148,7 +148,7 @@ impl RewardFailure {
 pub struct BuildError {
     /// Name of the reward.
     pub reward: String,
-    /// The problem, and what to do.
+    /// Why the reward cannot be created, and what the user can do.
     pub detail: String,
 }
 

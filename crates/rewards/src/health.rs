@@ -1,4 +1,4 @@
-//! Share of missing values of one reward over recent rollouts: when to warn, and when to pause the job instead
+//! Tracks the share of samples without a value of one reward over recent rollouts: when to warn, and when to pause the job instead
 //! of training on few values.
 
 use std::collections::VecDeque;
@@ -9,14 +9,14 @@ use super::{Judged, RewardFailure};
 use crate::event::Event;
 use crate::sample::RewardValue;
 
-/// Number of rollouts in the window.
+/// Number of recent rollouts over which the share of missing values is computed.
 const WINDOW: usize = 5;
-/// Missing share over the window above which a warning contains the share.
+/// Share of missing values over the recent rollouts above which a warning states this share.
 const WARN_FRACTION: f64 = 0.2;
-/// Missing share over a full window that pauses the job, unless the plan sets another.
+/// Share of missing values over five rollouts that pauses the job, unless the plan sets another.
 const STOP_FRACTION: f64 = 0.5;
 
-/// Missing values of one reward over the last rollouts.
+/// Counts of missing values of one reward in each of the last rollouts.
 #[derive(Debug, Default)]
 pub struct Health {
     window: VecDeque<(u64, u64)>,
@@ -24,7 +24,7 @@ pub struct Health {
     stop_fraction: Option<f64>,
 }
 
-/// Result of adding a rollout.
+/// Decision about the job after a rollout was scored.
 #[derive(Debug)]
 pub enum Verdict {
     /// The job continues without a warning.
@@ -36,16 +36,16 @@ pub enum Verdict {
 }
 
 impl Health {
-    /// Creates a window that pauses the job at this missing share; `None` uses the default of 0.5.
+    /// Creates counts that pause the job at this share of missing values; `None` uses the default of 0.5.
     pub fn pausing_at(stop_fraction: Option<f64>) -> Self {
         Self { stop_fraction, ..Self::default() }
     }
 
-    /// Adds one rollout. Returns [`Verdict::Stop`] when the missing share over the last five rollouts reaches the limit, or
-    /// when the first rollout got no valid answer at all, since such a service never worked.
+    /// Adds the counts of one rollout. Returns [`Verdict::Stop`] when the share of missing values over the last five rollouts
+    /// reaches the limit, or when the first rollout got no valid answer at all, since such a service never worked.
     pub fn record(&mut self, reward: &str, judged: &Judged) -> Verdict {
-        // An error beside a number is a 0 that replaces an invalid answer (`on_invalid: zero`). It
-        // is reported, but not missing.
+        // A number with an error is a 0 that replaces an invalid answer (`on_invalid: zero`). The error is reported, but the value
+        // does not count as missing.
         let failed = judged.judgements.iter().filter(|judgement| judgement.error.is_some());
         let example = failed.clone().next().and_then(|judgement| judgement.error.as_ref());
         let example = example.map(|error| format!("{}: {}", error.code, error.message)).unwrap_or_default();

@@ -14,21 +14,21 @@ use crate::outgoing::{OutgoingError, OutgoingPolicy};
 /// Resolves a host name to its addresses; the port is ignored.
 pub type Lookup = Arc<dyn Fn(String) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> + Send + Sync>;
 
-/// Returns a client builder for addresses that the policy permits: no redirects, no proxy, addresses pinned after the check.
-/// Literal IP addresses are not resolved: pass every URL to [`OutgoingPolicy::check_url`] first.
+/// Returns a builder of HTTP clients that connect only to addresses that the policy permits: no redirects, no proxy, addresses
+/// pinned after the check. Literal IP addresses are not resolved: pass every URL to [`OutgoingPolicy::check_url`] first.
 pub fn restricted_client_builder(policy: &OutgoingPolicy) -> reqwest::ClientBuilder {
     let system = |name: String| async move { Ok(tokio::net::lookup_host((name, 0)).await?.collect()) }.boxed();
     restricted_client_builder_with(policy, Arc::new(system))
 }
 
-/// Like [`restricted_client_builder`], with another resolver.
+/// Like [`restricted_client_builder`], with another DNS resolver.
 pub fn restricted_client_builder_with(policy: &OutgoingPolicy, lookup: Lookup) -> reqwest::ClientBuilder {
     let resolver = Resolver { policy: policy.clone(), lookup };
     client_builder().redirect(reqwest::redirect::Policy::none()).referer(false).dns_resolver(resolver)
 }
 
-/// Creates a client for addresses that the policy permits. With a proxy, all requests go to the proxy, which the operator chose
-/// and which resolves names itself. The policy then applies only in [`OutgoingPolicy::check_url`].
+/// Creates an HTTP client for addresses that the policy permits. With a proxy, all requests go to the proxy, which the operator
+/// chose and which resolves names itself. The policy then applies only in [`OutgoingPolicy::check_url`].
 ///
 /// # Errors
 /// Fails when the proxy's URL cannot be used.
@@ -38,8 +38,8 @@ pub fn restricted_client(policy: &OutgoingPolicy, proxy: Option<&reqwest::Url>) 
     builder.proxy(reqwest::Proxy::all(proxy.clone())?).build()
 }
 
-/// Returns a client builder with rlood's TLS settings (ring, the system's certificates) and without a proxy from the
-/// environment. Requests to addresses from users must use [`restricted_client_builder`] instead.
+/// Returns a builder of HTTP clients with rlood's TLS settings (ring, the system's certificates) and without a proxy from the
+/// environment. Requests to addresses that users give must use [`restricted_client_builder`] instead.
 pub fn client_builder() -> reqwest::ClientBuilder {
     reqwest::Client::builder()
         .no_proxy()
@@ -48,7 +48,7 @@ pub fn client_builder() -> reqwest::ClientBuilder {
         .tls_backend_preconfigured(tls_config())
 }
 
-/// Returns the TLS settings. On a machine without certificates, http works and https fails with a clear reason; reqwest's own
+/// Returns the TLS settings. On a machine without CA certificates, http works and https fails with a clear reason; reqwest's own
 /// verifier would refuse to build any client there.
 pub fn tls_config() -> rustls::ClientConfig {
     static CONFIG: OnceLock<rustls::ClientConfig> = OnceLock::new();
@@ -72,7 +72,7 @@ pub fn tls_config() -> rustls::ClientConfig {
         .clone()
 }
 
-/// Returns the policy's error inside a client's error, if there is one.
+/// Returns the address policy's error that an HTTP client's error contains, if there is one.
 pub fn refusal(error: &reqwest::Error) -> Option<&OutgoingError> {
     let mut source: Option<&(dyn std::error::Error + 'static)> = std::error::Error::source(error);
     while let Some(inner) = source {

@@ -1,5 +1,5 @@
-//! The journal records each request before it is sent and each answer before it is used, so that an interrupted run repeats no
-//! request. The worker implements it; without a journal, [`super::Rewards`] records nothing.
+//! The journal of reward requests: records each request before it is sent and each answer before it is used, so that an interrupted
+//! run repeats no request. The worker implements the journal; without one, [`super::Rewards`] records nothing.
 
 use futures::future::BoxFuture;
 use sha2::{Digest, Sha256};
@@ -11,33 +11,34 @@ use crate::protocol::{JournalEntry, RewardAnswer};
 
 /// A journal of reward requests.
 pub trait Journal: Send + Sync {
-    /// Returns the request that a previous attempt recorded under this key.
+    /// Returns the reward request that a previous attempt at the job recorded under this key.
     fn find(&self, key: &str) -> Option<JournaledRequest>;
 
-    /// Appends an entry, and returns when it is durable. Entries keep the order of the calls.
+    /// Appends an entry to the journal, and returns when the entry is durable. Entries keep the order of the calls.
     fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), JournalClosed>>;
 
-    /// Returns the terms for asynchronous answers by callback; `None` when callbacks are not possible.
+    /// Returns the callback address and its limits for services that answer later; `None` when callbacks are not possible.
     fn callbacks(&self) -> Option<&CallbackTerms> {
         None
     }
 
-    /// Waits for callback entries of this request beyond the first `seen` ones. Never returns while there are none.
+    /// Waits for results that a service has sent to the callback address of a request, beyond the first `seen` ones. Does not
+    /// return while there are none.
     fn arrived<'a>(&'a self, _id: &'a str, _seen: usize) -> BoxFuture<'a, Result<Chunk, JournalClosed>> {
         Box::pin(std::future::pending())
     }
 }
 
-/// A request that a previous attempt recorded.
+/// A reward request that a previous attempt at the job recorded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum JournaledRequest {
-    /// The request may have been sent, and no answer was recorded. It is sent again with the same id and body.
+    /// The request may have been sent, and no answer was recorded. The worker sends it again with the same id and body.
     Sent {
         /// Id of the request, `rwr_…`.
         id: String,
-        /// Body as sent, without the callback token.
+        /// Body of the request as sent, without the callback token.
         body: String,
-        /// State of an asynchronous answer, if the service promised one.
+        /// The service's promise (202) to answer later, if it made one.
         later: Option<Later>,
     },
     /// The answer was recorded. The request is not sent again.
@@ -49,20 +50,21 @@ pub enum JournaledRequest {
     },
 }
 
-/// The journal accepts no more entries, because the claim was lost or the server rejects them. Nothing may be sent or used.
+/// Error: the journal accepts no more entries, because the worker lost its claim on the job or the server rejects them. The worker
+/// must not send requests or use answers anymore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the journal accepts no more entries")]
 pub struct JournalClosed;
 
 impl JournalClosed {
-    /// Converts to the failure of a reward.
+    /// Converts a closed journal into the failure of a reward.
     pub(super) fn of(self, reward: &str) -> RewardFailure {
         RewardFailure::JournalClosed { reward: reward.to_owned() }
     }
 }
 
-/// Returns the key of a request. The same samples of the same rollout in the same `round` (the number of earlier requests that
-/// left them open) have the same key in every attempt; any other request has another key.
+/// Returns the key of a reward request in the journal. The same samples of the same rollout in the same `round` (the number of
+/// earlier requests that brought no result for them) have the same key in every attempt; any other request has another key.
 pub(super) fn key<'a>(job: &JobContext, reward: &str, round: u32, samples: impl Iterator<Item = &'a str>) -> String {
     let rollout = &job.rollout;
     let mut hasher = Sha256::new();

@@ -52,16 +52,18 @@ use python::{PythonFunction, PythonFunctions};
 use status::Status;
 use webhook::endpoint::{Endpoint, Endpoints};
 
-/// A reward: returns one [`Judgement`] for each sample, in order.
+/// A reward function of a job: computes one [`Judgement`] for each sample, in order.
 pub trait Reward: Send + Sync {
-    /// Judges every sample, with its own retries. Returns an error only when the job cannot continue with this reward.
+    /// Computes this reward for every sample; a reward service is called with retries. Returns an error only when the job cannot
+    /// continue with this reward.
     fn judge<'a>(
         &'a self,
         job: &'a JobContext,
         samples: &'a [RewardSample],
     ) -> BoxFuture<'a, Result<Judged, RewardFailure>>;
 
-    /// Returns whether a thread of this process still computes values, possibly for a caller that has stopped waiting.
+    /// Returns whether a thread of this process still computes values of this reward, possibly for a caller
+    /// that has stopped waiting.
     fn is_grading(&self) -> bool {
         false
     }
@@ -72,12 +74,12 @@ pub trait Reward: Send + Sync {
     }
 }
 
-/// The job and the rollout that samples belong to; sent to services.
+/// The job and the rollout that samples belong to; sent to reward services.
 #[derive(Debug, Clone)]
 pub struct JobContext {
     /// Id of the job.
     pub job: JobId,
-    /// The rollout. Services see its step and its phase.
+    /// The rollout that the samples belong to. Requests to services contain its step and its phase.
     pub rollout: RolloutId,
     /// Whether no job exists yet (preflight or test of the reward). Services then see the phase `probe`.
     pub probe: bool,
@@ -88,7 +90,7 @@ pub struct JobContext {
 pub struct Judged {
     /// One judgement for each sample, in order.
     pub judgements: Vec<Judgement>,
-    /// Counts of the requests for these samples.
+    /// Counts of the requests that were sent for these samples.
     pub counts: Counts,
 }
 
@@ -99,19 +101,19 @@ pub struct Judgement {
     pub value: RewardValue,
     /// The reason for a missing value, or for a 0 that replaces an invalid answer.
     pub error: Option<SampleError>,
-    /// The service's explanation, if it gave one.
+    /// The reward service's explanation of the value, if it gave one.
     pub reason: Option<String>,
-    /// The service's own metrics, if it gave any.
+    /// Metrics that the reward service reported for this sample.
     pub metrics: serde_json::Map<String, serde_json::Value>,
 }
 
 impl Judgement {
-    /// Creates a judgement without error, reason and metrics.
+    /// Creates a judgement from a value only, without error, explanation and metrics.
     pub fn value(value: RewardValue) -> Self {
         Self { value, error: None, reason: None, metrics: serde_json::Map::new() }
     }
 
-    /// Creates a judgement without a value, with the reason.
+    /// Creates a judgement for a missing value, with the error that explains it.
     pub fn missing(code: impl Into<String>, message: impl Into<String>) -> Self {
         let error = SampleError { code: code.into(), message: message.into() };
         Self { error: Some(error), ..Self::value(RewardValue::Missing) }
@@ -127,11 +129,11 @@ impl Limit {
         Self(max_abs_reward)
     }
 
-    /// Returns why a value is invalid; `None` if it is valid.
+    /// Returns why a reward is invalid (not finite, or above the limit); `None` if it is valid.
     fn violation(self, value: f64) -> Option<String> {
         match self.0 {
             _ if !value.is_finite() => Some(format!("the reward {value} is not finite")),
-            // Debug formatting writes large numbers in scientific notation.
+            // Rust's debug format writes large numbers in scientific notation, its display format does not.
             Some(limit) if value.abs() > limit => {
                 Some(format!("the reward {value:?} is beyond \u{b1}{limit} (max_abs_reward)"))
             }
@@ -139,7 +141,7 @@ impl Limit {
         }
     }
 
-    /// Returns the judgement, or a missing value with an error if the value is invalid.
+    /// Replaces a judgement whose value exceeds the limit by a missing value with an error.
     fn apply(self, judgement: Judgement) -> Judgement {
         match judgement.value.number().and_then(|value| self.violation(value)) {
             Some(violation) => Judgement::missing("invalid_value", violation),
@@ -151,7 +153,7 @@ impl Limit {
 /// Reason why a sample has no value.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, utoipa::ToSchema)]
 pub struct SampleError {
-    /// Stable error code in snake_case. A code from the service is passed on.
+    /// Stable error code in snake_case. A code that the reward service returned is kept.
     pub code: String,
     /// Human-readable description of the error.
     pub message: String,
@@ -164,9 +166,9 @@ pub struct Counts {
     pub requests: u64,
     /// Number of requests that were retries.
     pub retries: u64,
-    /// Number of results for sample ids that were not requested.
+    /// Number of results in the service's answers for sample ids that were not in the request.
     pub unknown_ids: u64,
-    /// Number of further results for sample ids that already had one.
+    /// Number of repeated results for a sample id; the first one is used.
     pub duplicate_ids: u64,
     /// Number of requests that were answered from the journal.
     pub replayed: u64,
@@ -186,16 +188,16 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
-/// All rewards of one job. Built once per attempt, and called once per rollout.
+/// All rewards of one job. A worker builds them once per attempt at the job, and calls them once per rollout.
 pub struct Rewards {
     entries: Vec<Entry>,
     notices: Mutex<Option<mpsc::UnboundedReceiver<Event>>>,
     shared: SharedDeps,
-    /// Whether these are rewards of the evaluation only.
+    /// Whether these rewards are only for evaluation rollouts.
     evaluation: bool,
 }
 
-/// State that the rewards of one job share.
+/// State shared by the training rewards and the evaluation rewards of one job.
 #[derive(Clone)]
 struct SharedDeps {
     client: RewardClient,
@@ -204,7 +206,7 @@ struct SharedDeps {
     models: Option<Arc<dyn LocalModels>>,
     files: Arc<PythonFunctions>,
     endpoints: Arc<Endpoints>,
-    /// Reports of previous attempts.
+    /// Health reports of the rewards from previous attempts at the job.
     previous_reports: Arc<[RewardReport]>,
 }
 
@@ -212,11 +214,11 @@ struct SharedDeps {
 pub struct RewardDeps {
     /// Connections, outgoing address policy, and cache.
     pub client: RewardClient,
-    /// Journal for requests and answers; `None` records nothing.
+    /// Journal of reward requests and answers; `None` records nothing.
     pub journal: Option<Arc<dyn Journal>>,
     /// Loader of reward models; `None` when models cannot run here.
     pub models: Option<Arc<dyn LocalModels>>,
-    /// Reports of previous attempts; their counts are continued.
+    /// Health reports of the rewards from previous attempts at the job; their counts are continued.
     pub previous_reports: Vec<RewardReport>,
 }
 
@@ -228,7 +230,7 @@ struct Entry {
     reward: Box<dyn Reward>,
     health: Mutex<Health>,
     meter: Arc<Meter>,
-    /// The endpoint of a reward over HTTP.
+    /// The address of the reward's service; `None` for a reward that sends no requests.
     endpoint: Option<Arc<Endpoint>>,
     min_valid_per_group: usize,
 }
@@ -239,8 +241,8 @@ impl Entry {
         sample.source.as_ref().is_some_and(|source| sources.contains(source))
     }
 
-    /// Returns the samples that this reward judges. Groups stay complete, because a group has one prompt, and
-    /// a prompt has one source.
+    /// Returns the samples whose data source this reward applies to. Groups stay complete, because a group has one prompt, and a
+    /// prompt has one source.
     fn judged_samples<'s>(&self, samples: &'s [RewardSample]) -> Cow<'s, [RewardSample]> {
         match samples.iter().all(|sample| self.judges(sample)) {
             true => Cow::Borrowed(samples),
@@ -254,7 +256,7 @@ impl Entry {
 pub struct Scored {
     /// One score for each sample, in order. Each score has one value per reward, in the plan's order.
     pub scores: Vec<Score>,
-    /// `rewards/{name}/latency` in seconds, from the first request of the rollout to the last answer.
+    /// The metric `rewards/{name}/latency` of each reward: seconds from the first request of the rollout to the last answer.
     pub metrics: Metrics,
     /// [`Event::Warning`]s for the job's events.
     pub warnings: Vec<Event>,
@@ -402,7 +404,7 @@ impl Rewards {
         Ok(())
     }
 
-    /// Returns whether a thread of this process still computes values, possibly for a caller that has stopped waiting.
+    /// Returns whether a thread of this process still computes rewards, possibly for a caller that has stopped waiting.
     pub fn is_grading(&self) -> bool {
         self.entries.iter().any(|entry| entry.reward.is_grading())
     }
@@ -417,13 +419,14 @@ impl Rewards {
         self.shared.status.waiting()
     }
 
-    /// Returns the channel of warnings that are sent before a rollout is scored, for example for a service that does not
-    /// answer. Only the first call returns it.
+    /// Returns the channel of warnings that are sent while a rollout is still being scored, for example about a service that does
+    /// not answer. Only the first call returns the channel.
     pub fn notices(&self) -> Option<mpsc::UnboundedReceiver<Event>> {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Scores samples (complete groups, in block order) with all rewards concurrently. Dropping the future stops everything.
+    /// Computes all rewards of the samples of one rollout (complete groups, in order), concurrently. Dropping the
+    /// future stops the computation.
     pub async fn score(&self, job: &JobContext, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {
         let asked = self.entries.iter().map(|entry| async move {
             let start = Instant::now();
@@ -432,7 +435,8 @@ impl Rewards {
                 return Ok((entry, None, start.elapsed()));
             }
             let judged = match entry.reward.judge(job, &theirs).await {
-                // An outage of an optional reward does not stop the job. Its values are missing, as its plan permits.
+                // An outage of an optional reward's service does not stop the job. The reward's values are missing, as its plan
+                // permits.
                 Err(failure @ RewardFailure::Outage { .. }) if !entry.required => Judged {
                     judgements: vec![Judgement::missing("reward_outage", failure.to_string()); theirs.len()],
                     counts: Counts::default(),
@@ -453,13 +457,13 @@ impl Rewards {
         };
         for (entry, judged, latency) in answers {
             let Some(judged) = judged else {
-                // No sample of this rollout comes from the reward's sources.
+                // The reward applies to no sample of this rollout: it is limited to other data sources.
                 scored.scores.iter_mut().for_each(|score| score.values.push(RewardValue::NotApplicable));
                 continue;
             };
             entry.meter.judged(&judged, entry.endpoint.is_none().then_some(latency));
             scored.metrics.insert(format!("rewards/{}/latency", entry.name), Some(latency.as_secs_f64()));
-            // The attempt that received a replayed answer has already counted it.
+            // Answers that are replayed from the journal were counted by the attempt that received them.
             let verdict = match judged.counts.replayed {
                 0 => entry.health.lock().unwrap_or_else(PoisonError::into_inner).record(&entry.name, &judged),
                 _ => Verdict::Good,
@@ -496,8 +500,8 @@ impl Rewards {
         Ok(scored)
     }
 
-    /// Removes a reward's answers to a rollout from the journal. They stopped the attempt unused; after the user has fixed the
-    /// service, it is asked again.
+    /// Removes a reward's answers for a rollout from the journal. These answers paused the job and were not used. The service is
+    /// asked again after the user has fixed it.
     async fn forget_answers(&self, job: &JobContext, reward: &str) -> Result<(), RewardFailure> {
         let Some(journal) = &self.shared.journal else { return Ok(()) };
         let entry = JournalEntry::Forget { rollout: job.rollout, reward: reward.to_owned() };
@@ -505,8 +509,8 @@ impl Rewards {
     }
 }
 
-/// Drops all values of a group that has missing values and fewer than `min_valid` others, which would say little about its
-/// prompt. Limits up to 2 need no action here, because the estimators ignore a single value.
+/// Drops all rewards of a group in which some are missing and fewer than `min_valid` are left, because these say little about the
+/// prompt. Limits up to 2 need no action here, because the advantage estimators ignore a single value.
 fn drop_incomplete_groups(values: &mut [RewardValue], samples: &[RewardSample], min_valid: usize) {
     if min_valid <= 2 {
         return;

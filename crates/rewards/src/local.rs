@@ -9,12 +9,12 @@ use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, Re
 use crate::sample::RewardSample;
 use crate::spec::RewardModelPlan;
 
-/// Number of samples scored between two checks for cancellation.
+/// Number of samples that a reward model scores between two checks whether the caller has stopped waiting.
 const CHUNK_SAMPLES: usize = 16;
 
 /// Finds and loads reward models. The calls block.
 pub trait LocalModels: Send + Sync {
-    /// Loads the model of a plan. The error message says what to do.
+    /// Loads the reward model that a plan names. The error message says what the user can do.
     fn load(&self, plan: &RewardModelPlan) -> Result<Arc<dyn LocalModel>, String>;
 }
 
@@ -34,7 +34,7 @@ pub struct Local {
 }
 
 impl Local {
-    /// Creates the reward of a plan.
+    /// Creates the reward from its plan; the model is loaded later.
     pub fn new(name: &str, plan: &RewardModelPlan, models: Option<Arc<dyn LocalModels>>) -> Result<Self, BuildError> {
         let models = models.ok_or_else(|| BuildError {
             reward: name.to_owned(),
@@ -46,7 +46,7 @@ impl Local {
         Ok(Self { name: name.to_owned(), plan: plan.clone(), models, model: OnceCell::new(), limit: Limit::default() })
     }
 
-    /// Sets the maximum absolute value.
+    /// Sets the maximum absolute value of this reward.
     #[must_use]
     pub fn bounded(self, max_abs_reward: Option<f64>) -> Self {
         Self { limit: Limit::of(max_abs_reward), ..self }

@@ -12,12 +12,12 @@ use crate::event::{Event, RewardChange};
 use crate::protocol::{BreakerState, FailedTry, RawMessage, RewardHealth, RewardLatency, SlowTry};
 use crate::sample::RewardValue;
 
-/// Number of latencies that the percentiles are computed from.
+/// Number of recent request latencies from which the percentiles are computed.
 const MAX_LATENCIES: usize = 512;
-/// Number of failures to keep.
+/// Number of failed requests that are kept for the report.
 const MAX_FAILURES: usize = 5;
-/// Number of recent requests that decide about degradation: too many failures among them degrade the reward, and enough
-/// successes in a row end the degradation.
+/// Number of recent requests by which a reward counts as degraded: too many failures among them start the degradation, and enough
+/// successes in a row end it.
 const RECENT_REQUESTS: usize = 20;
 const DEGRADED_AFTER_FAILURES: usize = 3;
 const RECOVERED_AFTER_SUCCESSES: usize = 5;
@@ -33,26 +33,26 @@ pub(super) struct About {
     pub samples: Vec<String>,
 }
 
-/// The counts of one reward, shared by all its requests.
+/// Counts of the requests and samples of one reward, shared by all its requests.
 #[derive(Debug, Default)]
 pub(super) struct Meter(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
     health: RewardHealth,
-    /// Recent latencies in milliseconds.
+    /// Latencies of recent requests in milliseconds.
     latencies: VecDeque<f64>,
     recent: VecDeque<bool>,
-    /// Time of the last degradation event, if there was one.
+    /// Time at which the job's events last reported this reward as degraded.
     last_notice: Option<Instant>,
     is_degradation_reported: bool,
-    /// How often the circuit breaker opened in previous attempts.
+    /// How often the endpoint's circuit breaker opened in previous attempts at the job.
     opened_before: u64,
-    /// Whether the breaker was open when the last of them ended.
+    /// Whether the circuit breaker was open when the last of these attempts ended.
     open_before: bool,
 }
 
-/// A failed request that is recorded.
+/// A failed request, as recorded for the report.
 pub(super) struct Failure<'a> {
     /// Error class, as in [`RewardHealth::errors`].
     pub class: &'static str,
@@ -64,7 +64,7 @@ pub(super) struct Failure<'a> {
 }
 
 impl Meter {
-    /// Continues the counts of previous attempts.
+    /// Continues the counts from the reports of previous attempts at the job.
     pub fn new(previous: Option<RewardHealth>) -> Self {
         let health = previous.unwrap_or_default();
         let opened_before = health.breaker.as_ref().map_or(0, |breaker| breaker.opened);
@@ -73,8 +73,8 @@ impl Meter {
         Self(Mutex::new(State { health, opened_before, open_before, is_degradation_reported, ..State::default() }))
     }
 
-    /// Counts an answered request. `messages` builds the record if the request is the slowest so far. Returns an
-    /// event if the state changed.
+    /// Counts an answered request. `messages` builds the record of request and answer if the request is the slowest so far. Returns
+    /// an event if the reward has recovered from a degradation or an open circuit breaker.
     pub fn answered(
         &self,
         reward: &str,
@@ -109,7 +109,7 @@ impl Meter {
         state.record_outcome(reward, false, &message)
     }
 
-    /// Marks a request that was counted as answered as failed, because its answer cannot be used.
+    /// Counts a request as failed that was counted as answered before, because its answer cannot be used.
     pub fn unusable(&self, reward: &str, failure: Failure<'_>) -> Option<Event> {
         let mut state = self.lock();
         let message = failure.message.clone();
@@ -123,7 +123,7 @@ impl Meter {
         self.lock().health.retries += 1;
     }
 
-    /// Counts the values of a scored rollout. `took` is set for rewards without requests.
+    /// Counts the reward's values of a scored rollout. `took` is the time for rewards that send no requests, else `None`.
     pub fn judged(&self, judged: &Judged, took: Option<Duration>) {
         let mut state = self.lock();
         let Judged { judgements, counts: Counts { replayed, cached, .. } } = judged;
@@ -146,7 +146,7 @@ impl Meter {
         }
     }
 
-    /// Returns the counts. The endpoint adds its breaker and concurrency.
+    /// Returns the counts as a health report. The endpoint adds the state of its circuit breaker and its concurrency.
     pub fn health(&self) -> RewardHealth {
         let state = self.lock();
         let mut health = state.health.clone();
@@ -167,7 +167,7 @@ impl Meter {
 }
 
 impl State {
-    /// Records a latency and returns it in milliseconds.
+    /// Records the latency of a request and returns it in milliseconds.
     fn took(&mut self, took: Duration) -> f64 {
         let latency_ms = rounded(took.as_secs_f64() * 1e3);
         self.health.answers += 1;
@@ -196,7 +196,7 @@ impl State {
         self.health.failures.truncate(MAX_FAILURES);
     }
 
-    /// Records a success or failure, and returns an event when the reward becomes degraded or recovers.
+    /// Records whether a request succeeded, and returns an event when the reward becomes degraded or recovers.
     fn record_outcome(&mut self, reward: &str, well: bool, cause: &str) -> Option<Event> {
         if self.recent.len() == RECENT_REQUESTS {
             self.recent.pop_front();

@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 pub use function::{PythonFunction, PythonFunctions};
 pub use targets::{Target, read_targets};
 
-/// The program: three files, concatenated.
+/// The embedded Python program: three files of `python/`, concatenated.
 const PROGRAM: &str = concat!(
     include_str!("python/functions.py"),
     "\n\n",
@@ -34,8 +34,8 @@ const PROGRAM: &str = concat!(
     "\n\nmain()\n"
 );
 
-/// Loader that reads the program from standard input, a socket, and runs it. It must run in any Python version, to
-/// report which version is required.
+/// Python code passed with `-c`: reads the embedded program from standard input, a socket, and runs it. This code must run in any
+/// Python version, to report which version is required.
 const BOOT: &str = r#"
 import os, sys
 def read(n):
@@ -56,16 +56,16 @@ exec(compile(source, "<rlood reward serve>", "exec"), {"__name__": "rlood_reward
 
 /// Environment variable with the Python program that runs functions.
 pub const PYTHON: &str = "RLOOD_PYTHON";
-/// Time limit for loading a file.
+/// Time limit for the start of the Python process, which loads the user's file.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(300);
-/// Time limit for a graceful exit: 10 s for running calls, and a margin.
+/// Time limit for a graceful exit of the Python process: 10 s for running calls, and a margin.
 const STOP_TIMEOUT: Duration = Duration::from_secs(15);
-/// Time limit for an immediate exit.
+/// Time limit for an immediate exit of the Python process.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Lines of standard error that are kept for the report of a process that could not start.
 const TAIL_LINES: usize = 12;
-/// Maximum length of a log line in bytes; a longer line is logged in pieces.
+/// Maximum length in bytes of one logged line of the Python process's output; a longer line is logged in pieces.
 const MAX_LINE_BYTES: u64 = 8 << 10;
 
 /// Error of a process that serves Python functions.
@@ -85,7 +85,7 @@ pub enum PythonError {
     /// The process could not be started, or exited before it was ready.
     #[error("Python could not be started: {0}")]
     NotStarted(String),
-    /// The process reports that the file or a function cannot be used.
+    /// The Python process reports that the user's file or a function in it cannot be used.
     #[error("{message}")]
     Failed {
         /// Stable error code: `load_failed`, `function_not_found`, `file_not_found`, `file_changed` or `python_too_old`.
@@ -116,14 +116,15 @@ pub struct Settings {
     pub allowed_hosts: Vec<String>,
     /// Maximum number of concurrent connections.
     pub max_connections: u32,
-    /// Working directory; `None` keeps the directory of this process.
+    /// Working directory of the Python process; `None` keeps the directory of this process.
     pub directory: Option<PathBuf>,
-    /// Name under which output of the functions is logged; `None` passes the output to standard error.
+    /// Name under which output of the Python functions is logged; `None` passes the output to standard error.
     pub log_as: Option<String>,
 }
 
 impl Settings {
-    /// Default settings: one process, undivided requests, and no practical limit for a call.
+    /// Returns the default settings: one worker process, all samples of a request in one call, and no practical time
+    /// limit for a call.
     pub fn new(targets: Vec<Target>) -> Self {
         Self {
             python: None,
@@ -163,16 +164,16 @@ enum Started {
 pub struct PythonServer {
     child: Option<Child>,
     channel: UnixStream,
-    /// Address on which the process listens.
+    /// Address on which the Python process listens.
     pub address: SocketAddr,
-    /// Names of the functions; each has an endpoint of its name.
+    /// Names of the Python functions; the URL path of each is its name.
     pub functions: Vec<String>,
-    /// Version of Python, such as 3.12.1.
+    /// Version of the Python that runs the functions, such as 3.12.1.
     pub version: String,
 }
 
 impl PythonServer {
-    /// Starts the process, which answers on `listener`, and waits until it has loaded the functions.
+    /// Starts the Python process, which answers on `listener`, and waits until it has loaded the functions.
     ///
     /// # Errors
     /// Fails when there is no Python, or a file or function cannot be used; the message names it.
@@ -199,37 +200,40 @@ impl PythonServer {
         }
     }
 
-    /// Returns the exit status if the process has exited.
+    /// Returns the exit status if the Python process has exited.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.child.as_mut()?.try_wait().ok().flatten()
     }
 
-    /// Stops the process after it has answered its running requests.
+    /// Stops the Python process after it has answered its running requests.
     pub fn stop(mut self) {
-        // The write fails if the process has already exited.
+        // The write fails if the Python process has already exited.
         let _ = self.channel.write_all(b"s");
         if let Some(child) = &mut self.child {
             wait_or_kill(child, STOP_TIMEOUT);
         }
     }
 
-    /// Returns the error for a process that exited or timed out before it was ready.
+    /// Returns the error for a Python process that exited or timed out before it was ready.
     fn start_error(mut self, error: Option<std::io::Error>, tail: &Tail) -> PythonError {
         let late = error
             .is_some_and(|error| matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut));
         if late {
-            return PythonError::NotStarted(format!("it was not ready within {} s", LOAD_TIMEOUT.as_secs()));
+            return PythonError::NotStarted(format!(
+                "the Python process was not ready within {} s",
+                LOAD_TIMEOUT.as_secs()
+            ));
         }
         let status = self.child.as_mut().and_then(|child| {
             wait_or_kill(child, KILL_TIMEOUT);
             child.try_wait().ok().flatten()
         });
-        let status = status.map_or_else(|| "it left".to_owned(), |status| status.to_string());
+        let status = status.map_or_else(|| "exit status unknown".to_owned(), |status| status.to_string());
         let output = tail.text();
         PythonError::NotStarted(if output.is_empty() {
-            format!("it ended before it was ready ({status})")
+            format!("the Python process ended before it was ready ({status})")
         } else {
-            format!("it ended before it was ready ({status}); its last output: {output}")
+            format!("the Python process ended before it was ready ({status}); its last output: {output}")
         })
     }
 }
@@ -238,7 +242,8 @@ impl Drop for PythonServer {
     fn drop(&mut self) {
         let _ = self.channel.shutdown(std::net::Shutdown::Both);
         if let Some(mut child) = self.child.take() {
-            // The process exits by itself. A thread waits for it, so that it does not become a zombie.
+            // The Python process exits by itself when its socket closes. A thread waits for it, so that it does not become a
+            // zombie.
             std::thread::spawn(move || wait_or_kill(&mut child, KILL_TIMEOUT));
         }
     }
@@ -256,7 +261,7 @@ fn wait_or_kill(child: &mut Child, within: Duration) {
     let _ = child.wait();
 }
 
-/// Starts the first of the candidate programs that exists.
+/// Starts the first of the candidate Python programs that exists.
 fn spawn(listener: &TcpListener, child_end: UnixStream, settings: &Settings) -> Result<Child, PythonError> {
     let failed = |error: std::io::Error| PythonError::NotStarted(error.to_string());
     let named = settings.python.clone().or_else(|| std::env::var_os(PYTHON).map(PathBuf::from));
@@ -271,10 +276,10 @@ fn spawn(listener: &TcpListener, child_end: UnixStream, settings: &Settings) -> 
             .stdin(OwnedFd::from(child_end.try_clone().map_err(failed)?))
             .stdout(OwnedFd::from(listener.try_clone().map_err(failed)?))
             .stderr(if settings.log_as.is_some() { Stdio::piped() } else { Stdio::inherit() })
-            // The process gets its own group: it kills the group's children when it exits, and Ctrl-C in the
+            // The Python process gets its own process group: it kills the group's children when it exits, and Ctrl-C in the
             // terminal does not reach it.
             .process_group(0);
-        // Keys and tokens of this process must not be visible to the functions.
+        // API keys and tokens in this process's environment must not be visible to the user's functions.
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("RLOOD_")) {
             command.env_remove(name);
         }
@@ -291,7 +296,7 @@ fn spawn(listener: &TcpListener, child_end: UnixStream, settings: &Settings) -> 
     Err(PythonError::NoPython { tried })
 }
 
-/// Sends the program and its settings to the process.
+/// Sends the embedded program and its settings to the Python process.
 fn send_program(channel: &mut UnixStream, settings: &Settings) -> std::io::Result<()> {
     let settings = settings.message().to_string();
     let length = u32::try_from(settings.len()).map_err(std::io::Error::other)?;
@@ -301,7 +306,7 @@ fn send_program(channel: &mut UnixStream, settings: &Settings) -> std::io::Resul
     channel.write_all(settings.as_bytes())
 }
 
-/// Waits for the line of JSON; `None` if the process exited without one.
+/// Waits for the line of JSON that reports the start; `None` if the Python process exited without one.
 fn read_started(channel: &UnixStream) -> std::io::Result<Option<Started>> {
     channel.set_read_timeout(Some(LOAD_TIMEOUT + Duration::from_secs(30)))?;
     let mut line = String::new();
@@ -309,12 +314,12 @@ fn read_started(channel: &UnixStream) -> std::io::Result<Option<Started>> {
     Ok(serde_json::from_str(&line).ok())
 }
 
-/// The last lines of a process's standard error.
+/// The last lines that the Python process wrote to standard error.
 #[derive(Debug, Clone, Default)]
 struct Tail(Arc<Mutex<std::collections::VecDeque<String>>>);
 
 impl Tail {
-    /// Logs lines until the stream ends.
+    /// Logs the lines of the process's standard error until the stream ends.
     fn follow(&self, stderr: ChildStderr, name: &str) {
         let mut reader = BufReader::new(stderr);
         let mut line = Vec::new();
@@ -331,7 +336,7 @@ impl Tail {
     }
 
     fn text(&self) -> String {
-        // The last lines may not have been read yet.
+        // The last lines of standard error may not have been read yet.
         std::thread::sleep(POLL_INTERVAL);
         let lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         lines.iter().map(String::as_str).collect::<Vec<_>>().join(" / ")

@@ -10,9 +10,9 @@ use reqwest::header::HeaderMap;
 use super::secret_filter::SecretFilter;
 use crate::spec::RewardSecrets;
 
-/// Replacement for a redacted value.
+/// Text that replaces a redacted value.
 const REDACTED: &str = "(redacted)";
-/// Bytes of a body that are searched, and that are shown.
+/// Maximum number of bytes of a body that are searched for secrets, and that are shown.
 const READ_BYTES: usize = 64 * 1024;
 const SHOWN_BYTES: usize = 4 * 1024;
 /// Maximum number of headers, and bytes of one header.
@@ -31,12 +31,12 @@ static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
         .ok()
 });
 
-/// Redactor for the secrets of one reward.
+/// Redacts the secrets of one reward in texts, bodies and headers.
 #[derive(Clone, Default)]
 pub(super) struct Redactor(SecretFilter);
 
 impl Redactor {
-    /// Creates a redactor. Every secret and header value is redacted.
+    /// Creates a redactor for a reward's signing secrets and header values.
     pub fn new(secrets: &RewardSecrets) -> Self {
         Self(SecretFilter::new(secrets))
     }

@@ -25,11 +25,11 @@ const REPLACEMENT: &[u8] = b"(redacted)";
 const MIN_SECRET_BYTES: usize = 4;
 /// Length in bytes from which a match is certainly the secret. Shorter matches may be part of the answer.
 const CERTAIN_BYTES: usize = 8;
-/// Longest number in an answer that is considered, in bytes.
+/// Maximum length in bytes of a number in an answer that is checked for a match.
 const MAX_NUMBER_BYTES: usize = 40;
-/// Maximum number of nested escapes that are removed.
+/// Maximum number of nested layers of escapes (JSON in a URL, for example) that are removed.
 const MAX_LAYERS: usize = 4;
-/// Size limit of a compiled search in bytes. The longest headers need a small part of it.
+/// Size limit in bytes of the compiled search patterns. The longest permitted headers need a small part of it.
 const MAX_PATTERN_BYTES: usize = 256 << 20;
 
 /// Search patterns for the secrets of one reward.
@@ -113,7 +113,7 @@ impl SecretFilter {
         }
         let (mut clean, mut from) = (Vec::with_capacity(bytes.len()), 0);
         for Range { mut start, end } in places {
-            // Starting inside an escape would corrupt the text that follows.
+            // A replacement that starts inside a backslash escape would corrupt the text that follows.
             let backslashes = bytes[from..start].iter().rev().take_while(|byte| **byte == b'\\').count();
             start -= backslashes % 2;
             clean.extend_from_slice(&bytes[from..start]);
@@ -124,7 +124,7 @@ impl SecretFilter {
         clean
     }
 
-    /// Returns the positions of all secrets, in order and without overlaps.
+    /// Returns the positions of all secrets in a text, in order and without overlaps.
     fn find_secrets(&self, bytes: &[u8], is_kept: fn(&[u8], &Range<usize>) -> bool) -> Vec<Range<usize>> {
         let mut found = Vec::new();
         let mut layers: Vec<Layer> = Vec::new();
@@ -152,17 +152,17 @@ impl SecretFilter {
     }
 }
 
-/// Parts of an answer that must be kept because the answer is parsed by them.
+/// Parts of an answer that must not be redacted, because rlood needs them to parse the answer.
 #[derive(Debug, Default)]
 pub(crate) struct Preserved {
-    /// Values of strings: sample ids and names of labels.
+    /// Values of JSON strings that are kept: sample ids and names of labels.
     pub words: Vec<String>,
-    /// Whether strings may contain JSON that is parsed.
+    /// Whether the answer's strings may contain JSON that rlood parses, as in a language model's answer.
     pub json_in_strings: bool,
 }
 
 impl Preserved {
-    /// Returns whether the content of a JSON string, after unescaping, is one of the words.
+    /// Returns whether the content of a JSON string, after unescaping, is one of the values to keep.
     fn is_word(&self, inside: &[u8]) -> bool {
         let meant: Option<String> = serde_json::from_slice(&[b"\"", inside, b"\""].concat()).ok();
         meant.is_some_and(|meant| self.words.contains(&meant))
@@ -196,7 +196,7 @@ fn replace_strings(json: &[u8], change: impl Fn(&[u8], bool) -> Option<Vec<u8>>)
 /// at every layer of escapes.
 fn forms(value: &str) -> Vec<Vec<u8>> {
     let mut words: Vec<&str> = value.split_whitespace().collect();
-    // The scheme, such as `Bearer`, is not a secret.
+    // The scheme of an authorization header, such as `Bearer`, is not a secret.
     if words.len() > 1 && words[0].len() < CERTAIN_BYTES {
         words.remove(0);
     }
@@ -204,7 +204,7 @@ fn forms(value: &str) -> Vec<Vec<u8>> {
     for word in words {
         let word = word.strip_prefix("whsec_").unwrap_or(word);
         if let Some(inside) = STANDARD.decode(word).ok().and_then(|bytes| String::from_utf8(bytes).ok()) {
-            // A `Basic` credential contains a user name before the password.
+            // The decoded credential of a `Basic` authorization header contains a user name before the password.
             parts.extend(inside.split_once(':').map(|(_, password)| password.to_owned()));
             parts.push(inside);
         }
@@ -221,13 +221,14 @@ fn forms(value: &str) -> Vec<Vec<u8>> {
         }
     }
     forms.retain(|form| form.len() >= MIN_SECRET_BYTES);
-    // Longer forms come first, so that the whole secret matches before its parts.
+    // Longer patterns come first, so that the whole secret matches before its parts.
     forms.sort_by(|one, other| other.len().cmp(&one.len()).then_with(|| one.cmp(other)));
     forms.dedup();
     forms
 }
 
-/// Returns the base64 forms of a text at each of the three alignments, without the characters that depend on neighboring bytes.
+/// Returns the base64 forms that a secret can have inside a longer encoded text, one for each of the three alignments, without the
+/// characters that depend on neighboring bytes.
 fn encoded(part: &str) -> Vec<Vec<u8>> {
     let mut found = Vec::new();
     for before in 0..3 {
@@ -248,8 +249,8 @@ fn search(forms: &[Vec<u8>]) -> Option<Regex> {
     if forms.is_empty() { None } else { build() }
 }
 
-/// Returns whether a short match may be part of the answer: inside a word, a name or a number. Redacting it
-/// could make the answer unreadable.
+/// Returns whether a short match of a secret may be part of the answer: inside a word, a name or a number. Redacting it could
+/// make the answer unreadable.
 fn may_be_content(text: &[u8], place: &Range<usize>) -> bool {
     let (before, secret, after) = (&text[..place.start], &text[place.clone()], &text[place.end..]);
     let in_word = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric() || *byte == b'_');
@@ -326,7 +327,7 @@ mod tests {
         ] {
             assert_eq!(clean(&found, answer_text), left);
         }
-        // Base64 of the token, alone and after other text: at most a few of its characters may be left.
+        // Base64 of a token, alone and after other text: at most a few characters of the token may be left after redaction.
         for lead in ["", "a", "me:", "Bearer ", "longer: "] {
             for engine in [STANDARD, URL_SAFE] {
                 let answer_text = engine.encode(format!("{lead}{token}"));

@@ -11,7 +11,7 @@ pub const TOLERANCE_S: u64 = 300;
 /// Maximum length of an accepted `webhook-id`, in characters.
 pub const MAX_ID_CHARS: usize = 256;
 
-/// A signing key. Its text form is `whsec_` followed by base64.
+/// A key for webhook signatures. Its text form is `whsec_` followed by base64.
 #[derive(Clone)]
 pub struct Key(Vec<u8>);
 
@@ -27,7 +27,7 @@ pub enum KeyError {
     /// The text does not begin with `whsec_`.
     #[error("a secret begins with 'whsec_', followed by base64 of 24 to 64 bytes")]
     Prefix,
-    /// The rest of the text is not base64.
+    /// The text after `whsec_` is not base64.
     #[error("the text after 'whsec_' is not base64")]
     Base64,
     /// The key is too short or too long.
@@ -35,28 +35,28 @@ pub enum KeyError {
     Length,
 }
 
-/// Reason why a request is rejected.
+/// Reason why a signed request is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
-    /// The id is missing, too long, or contains characters other than visible ASCII.
+    /// The header `webhook-id` is missing, too long, or contains characters other than visible ASCII.
     #[error("webhook-id is missing or not 1 to {MAX_ID_CHARS} visible ASCII characters")]
     Id,
-    /// The timestamp is missing or not a number of seconds.
+    /// The header `webhook-timestamp` is missing or not a number of seconds.
     #[error("webhook-timestamp is missing or not a number of seconds")]
     Timestamp,
     /// The timestamp differs by more than five minutes.
     #[error("webhook-timestamp is more than {TOLERANCE_S} s away from this clock")]
     Stale,
-    /// The header contains no `v1` signature.
+    /// The header `webhook-signature` is missing or contains no `v1` signature.
     #[error("webhook-signature is missing or holds no v1 signature")]
     Form,
-    /// None of the signatures matches.
+    /// None of the signatures in the header matches the request.
     #[error("no signature in webhook-signature matches")]
     Signature,
 }
 
 impl Key {
-    /// Parses the text form, `whsec_…`.
+    /// Parses the text form of a signing key, `whsec_…`.
     pub fn parse(secret: &str) -> Result<Self, KeyError> {
         let text = secret.strip_prefix("whsec_").ok_or(KeyError::Prefix)?;
         let bytes = STANDARD.decode(text).map_err(|_| KeyError::Base64)?;
@@ -69,16 +69,17 @@ impl Key {
         rustls::crypto::ring::default_provider()
             .secure_random
             .fill(&mut bytes)
-            .map_err(|_| std::io::Error::other("the system's random number generator failed"))?;
+            .map_err(|_| std::io::Error::other("the operating system's random number generator failed"))?;
         Ok(format!("whsec_{}", STANDARD.encode(bytes)))
     }
 
-    /// Returns the value of `webhook-signature`; `timestamp` is in seconds since 1970.
+    /// Returns the value of the header `webhook-signature` for a request; `timestamp` is in seconds since 1970.
     pub fn sign(&self, id: &str, timestamp: u64, body: &[u8]) -> String {
         format!("v1,{}", STANDARD.encode(self.mac(id, timestamp, body)))
     }
 
-    /// Checks the headers before the body has arrived: their form, and whether the timestamp is within the tolerance.
+    /// Checks the signature headers of a request before its body has arrived: their form, and whether the timestamp
+    /// is within the tolerance.
     pub fn check_head(&self, id: &str, timestamp: &str, signatures: &str, now_s: u64) -> Result<(), Rejected> {
         if !(1..=MAX_ID_CHARS).contains(&id.len()) || !id.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(Rejected::Id);
@@ -101,7 +102,7 @@ impl Key {
     }
 
     fn mac(&self, id: &str, timestamp: u64, body: &[u8]) -> Vec<u8> {
-        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC accepts keys of any length");
         mac.update(format!("{id}.{timestamp}.").as_bytes());
         mac.update(body);
         mac.finalize().into_bytes().to_vec()
@@ -111,7 +112,7 @@ impl Key {
 /// Size of an HMAC-SHA256 in bytes.
 const MAC_BYTES: usize = 32;
 
-/// Parses a timestamp in seconds and checks that it is within the tolerance.
+/// Parses the header `webhook-timestamp` and checks that it differs from the clock by at most the tolerance.
 fn check_timestamp(timestamp: &str, now_s: u64) -> Result<u64, Rejected> {
     let timestamp: u64 = timestamp.parse().map_err(|_| Rejected::Timestamp)?;
     if timestamp.abs_diff(now_s) > TOLERANCE_S { Err(Rejected::Stale) } else { Ok(timestamp) }

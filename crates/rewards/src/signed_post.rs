@@ -10,17 +10,17 @@ use crate::signature::Key;
 
 /// The signed parts of a request.
 pub struct Signed<'a> {
-    /// Value of `webhook-id`, the same for all attempts.
+    /// Value of the header `webhook-id`, the same for all attempts to send this request.
     pub id: &'a str,
-    /// Time of this attempt, in seconds since 1970.
+    /// Time of this attempt to send the request, in seconds since 1970.
     pub timestamp: u64,
-    /// The body as sent.
+    /// The request body as sent.
     pub body: &'a [u8],
 }
 
 impl Signed<'_> {
-    /// Sets the webhook headers, with one signature for each key: during a rotation there are several. Without keys
-    /// the request is not signed.
+    /// Sets the webhook headers of a request, with one signature for each signing key: during a key rotation there are several.
+    /// Without keys the request is not signed.
     pub fn set_headers<'k>(&self, keys: impl IntoIterator<Item = &'k Key>, headers: &mut HeaderMap) {
         set_header(headers, "webhook-id", self.id);
         set_header(headers, "webhook-timestamp", &self.timestamp.to_string());
@@ -39,7 +39,7 @@ pub(crate) fn set_header(headers: &mut HeaderMap, name: &'static str, value: &st
     }
 }
 
-/// Sends a request with these headers and returns the response before its body.
+/// Sends a signed request and returns the response before its body is read.
 ///
 /// # Errors
 /// Fails when there is no response.
@@ -50,21 +50,21 @@ pub async fn send(request: RequestBuilder, headers: HeaderMap) -> Result<Respons
 /// Reason why a request or the rest of its answer failed. Never contains the URL, which may contain a token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SendError {
-    /// The outgoing address policy forbids the address; the text names the rule.
+    /// The policy for outgoing addresses forbids the receiver's address; the text names the rule.
     Refused(String),
-    /// The connection could not be opened, or it broke.
+    /// The connection to the receiver could not be opened, or it broke.
     Failed {
-        /// Whether no connection was established.
+        /// Whether the failure was before a connection was established.
         is_connect: bool,
         /// Whether the request timed out.
         is_timeout: bool,
-        /// The innermost cause, such as "Connection refused". The outer causes repeat the URL.
+        /// The innermost cause of the HTTP client's error, such as "Connection refused". The outer causes repeat the URL.
         cause: Option<String>,
     },
 }
 
 impl SendError {
-    /// Converts a client's error.
+    /// Converts an error of the HTTP client.
     pub fn new(error: &reqwest::Error) -> Self {
         if let Some(refused) = refusal(error) {
             return Self::Refused(refused.to_string());
@@ -89,7 +89,7 @@ impl SendError {
     }
 }
 
-/// Returns the wait in `Retry-After`, which is a number of seconds or an HTTP date.
+/// Returns the wait that the header `Retry-After` requests, as a number of seconds or an HTTP date.
 pub fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
     if let Ok(seconds) = text.parse() {

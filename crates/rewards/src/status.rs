@@ -1,4 +1,5 @@
-//! Live status of a job's rewards: the number of waiting requests, and warnings about services.
+//! Live status of a job's rewards: the number of requests that are slow or being retried, and warnings about services that do not
+//! answer.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,7 +9,8 @@ use tokio::sync::{mpsc, watch};
 
 use crate::event::Event;
 
-/// Minimum time between two notices of one reward, so that a flapping service does not flood the job's events.
+/// Minimum time between two warnings about one reward, so that a service that fails and recovers often does not
+/// flood the job's events.
 pub(super) const NOTICE_EVERY: Duration = Duration::from_secs(60);
 
 /// Status shared by all rewards of a job.
@@ -35,7 +37,7 @@ impl Status {
     }
 }
 
-/// Counts a waiting request for as long as it exists.
+/// Guard that counts a request as waiting (slow or being retried) until it is dropped.
 pub(super) struct Waiting<'a>(&'a Status);
 
 impl<'a> Waiting<'a> {
@@ -51,20 +53,20 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Reports each outage of one reward once.
+/// Reports each outage of one reward's service once.
 #[derive(Debug, Default)]
 pub(super) struct Outage(Mutex<NoticeState>);
 
 #[derive(Debug, Default)]
 struct NoticeState {
-    /// Whether the current outage was reported.
+    /// Whether the job's events contain a warning about the current outage.
     is_reported: bool,
-    /// Time of the last notice.
+    /// Time of the last warning about an outage.
     at: Option<Instant>,
 }
 
 impl Outage {
-    /// Records a failed attempt. Reports it if it is the first one since the last answer.
+    /// Records a failed request to the service. Sends a warning if it is the first failure since the last answer.
     pub(super) fn failed(&self, status: &Status, reward: &str, why: &str, max_outage_s: u64) {
         let mut notice = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if std::mem::replace(&mut notice.is_reported, true) || notice.at.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {

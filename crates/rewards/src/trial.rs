@@ -1,5 +1,5 @@
-//! Rewards without a job: builds a reward from its plan, and parses test samples (`[{prompt, completion, columns}]`) for `POST
-//! /rewards/test` and `rlood reward check`.
+//! Tests of rewards without a job, for `POST /rewards/test` and `rlood reward check`: builds a reward from its plan, and parses
+//! test samples (`[{prompt, completion, columns}]`).
 
 use serde_json::{Map, Value};
 
@@ -17,7 +17,8 @@ use crate::spec::{FieldError, RewardKind, RewardPlan, RewardSecrets};
 /// Maximum number of samples in one test.
 pub const MAX_SAMPLES: usize = 256;
 
-/// Builds a single reward; `outgoing` restricts its addresses. A reward model is an error, because it needs a worker's device.
+/// Builds a single reward for a test; `outgoing` restricts the addresses that it may call. A reward model is an error, because it
+/// needs a worker's device.
 ///
 /// # Errors
 /// Fails when the reward cannot be created from its plan.
@@ -40,10 +41,10 @@ pub fn build_reward(
     })
 }
 
-/// Parses a list of samples. Neighbors with the same prompt form a group, as in a job.
+/// Parses a list of test samples. Neighbors with the same prompt form a group, as in a job.
 ///
 /// # Errors
-/// Returns all errors, with pointers below `/samples`.
+/// Returns all errors in the samples, each with a JSON pointer below `/samples`.
 pub fn read_samples(samples: Option<&Value>) -> Result<Vec<RewardSample>, Vec<FieldError>> {
     let Some(Value::Array(given)) = samples else {
         return Err(vec![FieldError::new(
@@ -93,7 +94,7 @@ fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static st
         Some(_) => return Err(("/columns", "must be an object")),
     };
     columns.extend(rest);
-    // The number of words replaces the number of tokens, because there is no tokenizer here.
+    // The number of words stands in for a sample's number of tokens, because a test has no tokenizer.
     let num_tokens = u32::try_from(completion.split_whitespace().count()).unwrap_or(u32::MAX);
     Ok(RewardSample {
         sample_id: format!("s_{index}"),

@@ -51,32 +51,32 @@ use endpoint::{Endpoint, Endpoints};
 use request::Room;
 use scoring::ScoringRun;
 
-/// A client for one reward service.
+/// A client for one reward service over HTTP.
 pub struct Webhook {
     name: String,
     plan: ServicePlan,
     dialect: Box<dyn Dialect>,
     url: Url,
-    /// Signing keys; a request carries one signature for each.
+    /// Keys that sign the requests; a request carries one signature for each key.
     keys: Vec<Key>,
     headers: HeaderMap,
     client: RewardClient,
     /// Redacts this reward's secrets in answers.
     secret_filter: SecretFilter,
     permits: Semaphore,
-    /// Breaker and concurrency limit, shared by all requests to this address.
+    /// Circuit breaker and concurrency limit, shared by all requests to this address.
     endpoint: Arc<Endpoint>,
     meter: Arc<Meter>,
     redactor: Redactor,
-    /// Revision of the reward in the cache; `None` when the cache is not used.
+    /// Identifies this version of the reward in the cache of reward values; `None` when the cache is not used.
     revision: Option<CacheKey>,
     limit: Limit,
-    /// Reports outages of the service.
+    /// Sends warnings about outages of the service.
     outage: Outage,
     status: Arc<Status>,
     journal: Option<Arc<dyn Journal>>,
     exchanges: Option<Mutex<Vec<Exchange>>>,
-    /// Observations about the answers for the author of the reward, each once.
+    /// Hints for the author of the reward about the service's answers, each reported once.
     remarks: Mutex<Vec<String>>,
 }
 
@@ -103,7 +103,7 @@ impl Webhook {
         Self::sharing(name, kind, secrets, &RewardClient::new(outgoing).map_err(error)?)
     }
 
-    /// Like [`Webhook::of_kind`], with the connections of a worker.
+    /// Like [`Webhook::of_kind`], with the connection pool of a worker.
     pub fn sharing(
         name: &str,
         kind: &RewardKind,
@@ -120,7 +120,8 @@ impl Webhook {
             kind => adapters::dialect(kind).map_err(error)?,
         };
         let revision = service.cache.then(|| match kind {
-            // The address and the secret of the process differ in every attempt. The hash of the file identifies the code.
+            // The cache must find values across attempts, but the address and the secret of the Python process differ in every
+            // attempt. The hash of the file identifies the code.
             RewardKind::Python(plan) => {
                 let lasting = (&plan.file, &plan.function, &plan.sha256);
                 cache::revision(&client.cache_scope, &RewardSecrets::default(), name, &lasting)
@@ -174,7 +175,7 @@ impl Webhook {
         })
     }
 
-    /// Sets the maximum absolute value.
+    /// Sets the maximum absolute value of this reward.
     #[must_use]
     pub fn bounded(mut self, max_abs_reward: Option<f64>) -> Self {
         self.limit = Limit::of(max_abs_reward);
@@ -182,14 +183,14 @@ impl Webhook {
         self
     }
 
-    /// Reports waiting requests and warnings to the status shared by the job's rewards.
+    /// Sets the status, shared by the job's rewards, that receives the number of waiting requests and the warnings.
     #[must_use]
     pub(super) fn with_status(mut self, status: Arc<Status>) -> Self {
         self.status = status;
         self
     }
 
-    /// Uses an endpoint and a meter that are shared with the job's other rewards.
+    /// Sets the circuit breaker and the meter that this reward shares with the job's other rewards of the same address.
     #[must_use]
     pub(super) fn with_endpoint(mut self, endpoint: Arc<Endpoint>, meter: Arc<Meter>) -> Self {
         self.endpoint = endpoint;
@@ -197,32 +198,33 @@ impl Webhook {
         self
     }
 
-    /// Records requests before they are sent, and answers before they are used.
+    /// Sets the journal that records requests before they are sent, and answers before they are used.
     #[must_use]
     pub fn with_journal(mut self, journal: Option<Arc<dyn Journal>>) -> Self {
         self.journal = journal;
         self
     }
 
-    /// Records every request and response for [`Webhook::exchanges`].
+    /// Turns on the recording of every request and response, for [`Webhook::exchanges`].
     #[must_use]
     pub fn recording(mut self) -> Self {
         self.exchanges = Some(Mutex::default());
         self
     }
 
-    /// Returns the exchanges since the last call, in the order of the answers. Values of the user's headers are redacted.
+    /// Returns the requests and responses recorded since the last call, in the order of the responses. Values of the
+    /// user's headers are redacted.
     pub fn exchanges(&self) -> Vec<Exchange> {
         let Some(exchanges) = &self.exchanges else { return Vec::new() };
         std::mem::take(&mut exchanges.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns the observations about the answers so far.
+    /// Returns the hints for the author of the reward about the answers so far.
     pub fn remarks(&self) -> Vec<String> {
         self.remarks.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reports an observation once.
+    /// Reports a hint for the author of the reward, unless it was reported before.
     fn remark(&self, remark: String) {
         let mut remarks = self.remarks.lock().unwrap_or_else(PoisonError::into_inner);
         if !remarks.contains(&remark) {
@@ -247,7 +249,7 @@ impl Reward for Webhook {
             let mut indices = Vec::with_capacity(samples.len());
             let mut pieces = Vec::with_capacity(samples.len());
             for (index, sample) in samples.iter().enumerate() {
-                // Rendering a template may take long, so other tasks run in between.
+                // Rendering a sample's template may take long, so other async tasks may run between two samples.
                 tokio::task::yield_now().await;
                 match self.dialect.piece(sample) {
                     Ok(piece) => {
@@ -284,10 +286,10 @@ impl Reward for Webhook {
     }
 }
 
-/// Parses a service's answer as a run does, and returns the number of samples with a result.
+/// Parses a service's answer in the same way as a job, and returns the number of samples with a result.
 ///
 /// # Errors
-/// Returns why the body is not a valid answer.
+/// Returns why the service's answer is not valid.
 pub fn read_answer(kind: &RewardKind, body: &[u8], id: &str, samples: &[RewardSample]) -> Result<usize, String> {
     let dialect: Box<dyn Dialect> = match kind {
         RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),

@@ -1,4 +1,4 @@
-//! The memory budget of one rendering: limits the bytes that it may allocate and read.
+//! The memory budget of one rendering of a template: limits the bytes that the template may allocate and read.
 //!
 //! Fuel counts instructions, but a single instruction can double a text or compare a list with itself a million
 //! times. So every operation that allocates charges the size first, and every operation that only reads charges
@@ -10,24 +10,24 @@ use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
 thread_local! {
-    /// (remaining, total) bytes of the current rendering; unlimited outside of [`with_budget`].
+    /// Remaining and total bytes of the current rendering's budget; unlimited outside of [`with_budget`].
     static BUDGET: Cell<(u64, u64)> = const { Cell::new((u64::MAX, u64::MAX)) };
 }
 
-/// Memory of a value in a list, in bytes, including the allocator's overhead.
+/// Memory in bytes of a template value in a list, including the allocator's overhead.
 pub const ITEM_BYTES: u64 = 64;
-/// Reading this many bytes costs as much as allocating one.
+/// Number of bytes that a template may read at the cost of allocating one.
 const READ_BYTES_PER_CHARGED: u64 = 64;
-/// Cost of visiting one value, in bytes read.
+/// Cost of visiting one value of a list or map, in bytes read.
 const VISIT_BYTES: u64 = 16;
-/// Maximum nesting depth: writing, comparing or dropping deeper values would overflow the stack.
+/// Maximum nesting depth of a template's values: writing, comparing or dropping deeper values would overflow the stack.
 const MAX_DEPTH: u64 = 150;
-/// Maximum length of a `float` written without an exponent, in bytes.
+/// Maximum length in bytes of a floating-point number written without an exponent.
 const FLOAT_BYTES: u64 = 340;
-/// Maximum growth of a character in a text within a list, which may be written as `\u{10ffff}`.
+/// Maximum growth of a byte when a list with texts is written as text: a character may become an escape such as `\u{10ffff}`.
 pub const MAX_ESCAPE_BYTES: u64 = 6;
 
-/// Runs `work` with a budget of `bytes` bytes.
+/// Runs `work`, such as the rendering of a template, with a memory budget of `bytes` bytes.
 pub fn with_budget<T>(bytes: u64, work: impl FnOnce() -> T) -> T {
     let before = BUDGET.replace((bytes, bytes));
     let result = work();
@@ -35,7 +35,7 @@ pub fn with_budget<T>(bytes: u64, work: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Charges `bytes` to the current budget, before they are allocated.
+/// Charges `bytes` to the current memory budget, before they are allocated.
 pub fn charge(bytes: u64) -> Result<(), Error> {
     let (left, all) = BUDGET.get();
     BUDGET.set((left.saturating_sub(bytes), all));
@@ -46,38 +46,38 @@ pub fn charge(bytes: u64) -> Result<(), Error> {
     Ok(())
 }
 
-/// Charges reading `bytes` bytes once.
+/// Charges the memory budget for reading `bytes` bytes once.
 pub fn charge_read(bytes: u64) -> Result<(), Error> {
     charge(bytes / READ_BYTES_PER_CHARGED)
 }
 
-/// The size of a value including nested values, each counted as often as it appears.
+/// The size of a template value including nested values, each counted as often as it appears.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Size {
     pub nodes: u64,
-    /// Bytes of all texts.
+    /// Total bytes of all texts in the value.
     pub bytes: u64,
-    /// Digits of all numbers when written out.
+    /// Total digits of all numbers in the value when written as text.
     pub digits: u64,
     pub depth: u64,
 }
 
 impl Size {
-    /// Maximum length of the written value, with `between` bytes between two items.
+    /// Returns the maximum length of the value when written as text, with `between` bytes between two items.
     pub fn written(&self, between: u64) -> u64 {
         let Size { nodes, bytes, digits, depth: _ } = *self;
         bytes.saturating_mul(MAX_ESCAPE_BYTES).saturating_add(digits).saturating_add(nodes.saturating_mul(between))
     }
 }
 
-/// Measures a value by visiting all of it.
+/// Measures a template value by visiting all nested values.
 pub fn measure(value: &Value) -> Result<Size, Error> {
     let mut size = Size::default();
     walk(value, 0, &mut size)?;
     Ok(size)
 }
 
-/// Checks the depth of a value that is about to be nested in another one, and charges visiting it.
+/// Checks the depth of a template value that is about to be nested in another one, and charges for visiting it.
 pub fn check_nesting(value: &Value) -> Result<(), Error> {
     walk(value, 1, &mut Size::default())
 }
@@ -97,7 +97,7 @@ fn walk(value: &Value, depth: u64, size: &mut Size) -> Result<(), Error> {
             if depth > MAX_DEPTH {
                 return Err(Error::new(ErrorKind::InvalidOperation, "a value is nested too deeply"));
             }
-            // These two objects can change after they were measured, and could be made to contain themselves.
+            // Jinja's `namespace` and `loop` objects can change after they were measured, and could be made to contain themselves.
             let name = value.as_object().map_or("", |object| object.type_name());
             if depth > 0 && (name.ends_with("::Namespace") || name.ends_with("::Loop")) {
                 let text = "a namespace or loop object cannot be stored in another value";
@@ -115,7 +115,7 @@ fn walk(value: &Value, depth: u64, size: &mut Size) -> Result<(), Error> {
     Ok(())
 }
 
-/// Maximum length of a value as text, in bytes. Charges visiting the value if necessary.
+/// Returns the maximum length in bytes of a template value as text. Charges for visiting the value if necessary.
 pub fn text_bytes(value: &Value) -> Result<u64, Error> {
     match value.as_str() {
         Some(text) => Ok(text.len() as u64),
@@ -123,9 +123,9 @@ pub fn text_bytes(value: &Value) -> Result<u64, Error> {
     }
 }
 
-/// Materializes a lazy value as a list.
+/// Converts a lazy value, such as the result of `map`, to a list.
 ///
-/// A lazy list is computed again at each use: such lists could nest without limit and have any length.
+/// A lazy list is computed again at each use, so such lists could nest without limit and have any length.
 pub fn materialize(value: Value) -> Result<Value, Error> {
     if value.kind() != ValueKind::Iterable {
         return Ok(value);

@@ -1,4 +1,5 @@
-//! The filters, tests, functions and methods of templates: those of Jinja, each behind a charge to the budget.
+//! The filters, tests, functions and methods that templates may use: those of Jinja, each charged to the memory
+//! budget before it runs.
 
 use std::borrow::Cow;
 
@@ -10,44 +11,45 @@ use super::budget::{self, ITEM_BYTES, MAX_ESCAPE_BYTES, charge, charge_read};
 use super::methods;
 use super::operators::{self, elements, scan};
 
-/// The cost of a call, computed from its arguments. The first argument is the value before the bar or the dot.
+/// How the cost of a filter or method is computed from its arguments. The first argument is the value before the `|` or the `.`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cost {
-    /// Reads no more than the length of the first argument.
+    /// The call reads no more than the length of the first argument.
     ReadLength,
-    /// Reads all of its arguments.
+    /// The call reads all of its arguments.
     ReadAll,
-    /// Creates a text about as long as its arguments.
+    /// The call creates a text about as long as its arguments.
     Text,
-    /// Creates a text in which every character may be escaped.
+    /// The call creates a text in which every character may be escaped.
     Escaped,
-    /// Creates a list as long as the first argument.
+    /// The call creates a list as long as the first argument.
     List,
-    /// Compares all items and creates a list or returns an item; may copy every text.
+    /// The call compares all items and creates a list or returns an item; it may copy every text.
     Order,
-    /// Adds up all items of a list.
+    /// The call adds up all items of a list.
     Sum,
     Join,
     Replace,
-    /// A format string with `%d`.
+    /// The first argument is a format string with fields such as `%d`.
     Printf,
-    /// A format string with `{:d}`.
+    /// The first argument is a format string with fields such as `{:d}`.
     Format,
     Indent,
-    /// Creates a list of lists, filled up to a number.
+    /// The call creates a list of lists, filled up to a given length.
     Fill,
     Json,
     Split,
-    /// Searches the second argument for every character of the first.
+    /// The call searches the second argument for every character of the first.
     Strip,
 }
 
-/// Maximum length of an error message that a template raises, in characters.
+/// Maximum length in characters of an error message that a template raises.
 const MAX_MESSAGE_CHARS: usize = 2000;
 /// Maximum length of a number in any of Python's formats without a width, in bytes.
 const NUMBER_BYTES: u64 = 512;
 
-/// Creates an environment in which every operation is charged. The formatter passed to it must charge what it writes.
+/// Creates an environment for templates in which every operation is charged to the memory budget. `formatter` must charge for the
+/// text that it writes.
 pub fn environment(fuel: u64) -> Environment<'static> {
     let mut environment = Environment::empty();
     environment.set_fuel(Some(fuel));
@@ -61,7 +63,7 @@ pub fn environment(fuel: u64) -> Environment<'static> {
         environment.add_test(name, charged(cost, test));
     }
     add_uncharged_tests(&mut environment);
-    // Limited to 100,000 numbers by minijinja, and each number is one instruction.
+    // `range` needs no charge: minijinja limits it to 100,000 numbers, and each number costs an instruction.
     environment.add_function("range", functions::range);
     for (name, function) in
         [("dict", Value::from_function(functions::dict)), ("namespace", Value::from_function(functions::namespace))]
@@ -96,7 +98,7 @@ fn charged(
     }
 }
 
-/// The filters that are charged. Missing are `chain` and `zip`, which create a list only when it is
+/// The filters that templates may use. Missing are `chain` and `zip`, which create a list only when it is
 /// read, `pprint` and `urlencode`.
 fn charged_filters() -> Vec<(&'static str, Cost, Value)> {
     let mut all = Vec::new();
@@ -125,7 +127,7 @@ fn charged_filters() -> Vec<(&'static str, Cost, Value)> {
     all
 }
 
-/// The tests that read all of their arguments.
+/// Jinja's tests that read all of their arguments.
 fn charged_tests() -> Vec<(&'static str, Cost, Value)> {
     let mut all = Vec::new();
     macro_rules! cost {
@@ -140,7 +142,7 @@ fn charged_tests() -> Vec<(&'static str, Cost, Value)> {
     all
 }
 
-/// The tests that read nothing but the value itself.
+/// Jinja's tests that read nothing but the value itself.
 fn add_uncharged_tests(environment: &mut Environment<'static>) {
     environment.add_test("undefined", tests::is_undefined);
     environment.add_test("defined", tests::is_defined);
@@ -166,7 +168,7 @@ fn add_uncharged_tests(environment: &mut Environment<'static>) {
     environment.add_test("test", tests::is_test);
 }
 
-/// Calls Python's methods of texts, lists and maps.
+/// Calls a method of a text, list or map that Python has and minijinja does not.
 fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let cost = match (value.kind(), name) {
         (ValueKind::String, "upper" | "lower" | "title" | "capitalize") => Cost::Text,
@@ -185,7 +187,7 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
     if known {
         let mut all: Vec<Value> = std::iter::once(value).chain(args).cloned().collect();
         if cost == Cost::Join {
-            // The receiver of `join` is the text between the items.
+            // The method `join` is called on the separator, so the items are its second argument.
             all.reverse();
         }
         charge_call(state, cost, &all)?;
@@ -200,7 +202,7 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
     }
 }
 
-/// Checks the result of a call, since some calls nest a list in a list.
+/// Checks the nesting depth of a filter's or method's result, since some of them put a list into a list.
 fn checked_result(cost: Cost, result: Value) -> Result<Value, Error> {
     if matches!(cost, Cost::ReadLength | Cost::ReadAll) || result.as_object().is_none() {
         return Ok(result);
@@ -210,7 +212,7 @@ fn checked_result(cost: Cost, result: Value) -> Result<Value, Error> {
     Ok(result)
 }
 
-/// Positional arguments followed by the values of keyword arguments.
+/// Returns the positional arguments of a call, followed by the values of its keyword arguments.
 fn flatten_args(args: &[Value]) -> Result<Vec<Value>, Error> {
     let mut all = Vec::with_capacity(args.len());
     for arg in args {
@@ -246,7 +248,7 @@ fn charge_call(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), 
         Cost::Text => charge(texts(&args)?),
         Cost::Escaped => charge(texts(&args)?.saturating_mul(MAX_ESCAPE_BYTES)),
         Cost::List => {
-            // The items may become pairs.
+            // Some of these filters turn each item into a pair, so two values per item are charged.
             charge(count.saturating_mul(2 * ITEM_BYTES))?;
             charge_read(count.saturating_mul(texts(rest)?))
         }
@@ -257,7 +259,7 @@ fn charge_call(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), 
             charge(count.saturating_mul(2 * ITEM_BYTES).saturating_add(size.bytes))?;
             charge_read((size.nodes * 4 + size.bytes).saturating_mul(times))?;
             charge_read(count.saturating_mul(others))?;
-            // Texts and lists grow with each item added; numbers do not.
+            // The sum of texts or lists grows with each item; the sum of numbers does not.
             if cost == Cost::Sum && rest.iter().any(|value| value.as_object().is_some()) {
                 charge(count.saturating_mul(size.nodes).saturating_mul(ITEM_BYTES))
             } else if cost == Cost::Sum && !rest.is_empty() {
@@ -284,14 +286,14 @@ fn charge_call(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), 
             let format = string(first)?;
             let (fields, widths) = fields(&format, cost == Cost::Format);
             let given = (format.matches('*').count() as u64).saturating_mul(largest());
-            // A fill character may have four bytes, and a field may appear as often as the format names it.
+            // A fill character may have four bytes, and a format string may use the same argument several times.
             let each = texts(rest)?.saturating_mul(escaped).saturating_add(NUMBER_BYTES);
             let all = widths.saturating_add(given).saturating_mul(4).saturating_add(fields.saturating_mul(each));
             charge(all.saturating_add(format.len() as u64))
         }
         Cost::Indent => {
             let lines = string(first)?.matches('\n').count() as u64 + 1;
-            // Includes the indentation itself.
+            // The charge includes the indentation of each line.
             charge(texts(&args)?.saturating_add((lines + 1).saturating_mul(largest())))
         }
         Cost::Fill => charge(count.saturating_add(largest().saturating_mul(2)).saturating_mul(ITEM_BYTES)),
@@ -314,7 +316,7 @@ fn charge_call(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), 
     }
 }
 
-/// Converts a value to text.
+/// Converts a template value to text.
 fn string(value: &Value) -> Result<Cow<'_, str>, Error> {
     if let Some(text) = value.as_str() {
         return Ok(Cow::Borrowed(text));
@@ -323,7 +325,7 @@ fn string(value: &Value) -> Result<Cow<'_, str>, Error> {
     Ok(Cow::Owned(value.to_string()))
 }
 
-/// Returns the number of fields in a format, and the sum of all numbers in them.
+/// Returns the number of fields in a format string, and the sum of all numbers (widths and precisions) in these fields.
 fn fields(format: &str, braces: bool) -> (u64, u64) {
     let (mut fields, mut sum) = (0, 0u64);
     for part in format.split(if braces { '{' } else { '%' }).skip(1) {

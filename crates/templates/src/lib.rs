@@ -39,18 +39,18 @@ self_cell::self_cell! {
 pub struct Template(Compiled);
 
 impl Template {
-    /// Compiles a text with statements. The environment defines the syntax; `name` appears in errors.
+    /// Compiles a template. The environment defines its syntax; `name` appears in errors.
     pub fn new(environment: &Environment<'static>, name: &'static str, source: String) -> Result<Template, Error> {
         let compiled = Compiled::try_new(source, |source| Program::template(name, source, environment.syntax()))?;
         Ok(Template(compiled))
     }
 
-    /// Compiles a single expression.
+    /// Compiles a single expression, such as a filter condition.
     pub fn expression(source: String) -> Result<Template, Error> {
         Ok(Template(Compiled::try_new(source, |source| Program::expression(source))?))
     }
 
-    /// Renders the text for these variables: at most `most` bytes, while allocating no more than `budget` bytes.
+    /// Renders the template with these variables: at most `most` bytes of text, while allocating no more than `budget` bytes.
     pub fn render(
         &self,
         environment: &Environment<'static>,
@@ -66,7 +66,7 @@ impl Template {
         Ok(text)
     }
 
-    /// Evaluates the expression and passes its value to `finish`, which runs under the same budget.
+    /// Evaluates the expression and passes its value to `finish`, which runs under the same memory budget.
     pub fn eval<T>(
         &self,
         environment: &Environment<'static>,
@@ -91,19 +91,19 @@ impl Template {
     }
 }
 
-/// Serializes a value as JSON text.
+/// Serializes a template value as JSON text.
 pub fn to_json(value: &Value) -> Result<String, Error> {
     charge(budget::measure(value)?.written(8))?;
     serde_json::to_string(value).map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
-/// Converts a value to JSON.
+/// Converts a template value to JSON.
 pub fn to_json_value(value: &Value) -> Result<serde_json::Value, Error> {
     charge(budget::measure(value)?.written(budget::ITEM_BYTES))?;
     serde_json::to_value(value).map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
-/// A JSON object that keeps the order of its keys.
+/// A JSON object as a template value that keeps the order of its keys.
 #[derive(Debug)]
 pub struct Ordered(pub Vec<(String, Value)>);
 

@@ -1,11 +1,11 @@
-//! Methods of Python's texts that minijinja does not provide.
+//! Methods of Python's `str` that minijinja does not provide.
 
 use minijinja::value::{Kwargs, from_args};
 use minijinja::{Error, ErrorKind, Value};
 
 use super::budget::charge;
 
-/// Calls a method of a text; `None` if this module does not have the method.
+/// Calls a method of Python's `str` on a text; `None` if this module does not have the method.
 pub(super) fn of_text(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
     Ok(Some(match name {
         "removeprefix" => one(args, |prefix| text.strip_prefix(prefix).unwrap_or(text).into())?,
@@ -42,7 +42,7 @@ fn parts(found: Option<(&str, &str)>, separator: &str, else_: [&str; 3]) -> Valu
     vec![Value::from(before), Value::from(between), Value::from(after)].into()
 }
 
-/// Splits from the right, at most `maxsplit` times; without a separator, at runs of whitespace.
+/// Splits a text from the right (`rsplit`), at most `maxsplit` times; without a separator, at runs of whitespace.
 fn rsplit(text: &str, args: &[Value]) -> Result<Value, Error> {
     let (separator, most, named): (Option<&str>, Option<i64>, Kwargs) = from_args(args)?;
     let most = most.or(named.get("maxsplit")?).unwrap_or(-1);
@@ -65,7 +65,7 @@ fn rsplit(text: &str, args: &[Value]) -> Result<Value, Error> {
     Ok(pieces.into_iter().rev().map(Value::from).collect::<Vec<_>>().into())
 }
 
-/// Converts a position in bytes to a position in characters.
+/// Converts a position in a text from bytes to characters.
 fn place(text: &str, at: Value) -> Result<Value, Error> {
     match at.as_usize().and_then(|at| text.get(..at)) {
         Some(before) => Ok(before.chars().count().into()),
@@ -85,7 +85,7 @@ fn swapped(text: &str) -> String {
     swapped
 }
 
-/// Pads a text to a width in characters.
+/// Pads a text to a width in characters, as Python's `center`, `ljust` and `rjust` do.
 fn padded(text: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
     let (width, fill): (i64, Option<char>) = from_args(args)?;
     let length = text.chars().count();

@@ -1,4 +1,5 @@
-//! Budget checks that run between a template's instructions. They are filters with names that no template can write.
+//! Checks of the memory budget that run between a template's compiled instructions. Each check is a filter with a name that
+//! no template can write.
 
 use minijinja::machinery::Instruction;
 use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
@@ -8,7 +9,7 @@ use super::budget::{self, ITEM_BYTES, charge, charge_read};
 
 type BudgetCheck = fn(&[Value]) -> Result<(), Error>;
 
-/// The checks; each reads the values on top of the stack and leaves them there.
+/// The budget checks by filter name. Each check reads the values on top of the stack and leaves them there.
 const BUDGET_CHECKS: [(&str, BudgetCheck); 9] = [
     ("=add", add),
     ("=mul", mul),
@@ -26,7 +27,7 @@ pub fn install(environment: &mut Environment<'static>) {
     for (name, check) in BUDGET_CHECKS {
         environment.add_filter(name, move |values: Rest<Value>| -> Result<Value, Error> {
             check(&values)?;
-            // `UnpackList` pushes them back onto the stack.
+            // The instruction `UnpackList` after the check pushes the values back onto the stack.
             Ok(values.0.into_iter().rev().collect())
         });
     }
@@ -50,18 +51,18 @@ pub fn install(environment: &mut Environment<'static>) {
     environment.add_filter("=whole", budget::materialize);
 }
 
-/// Returns an instruction with the checks before and after it. `top` is the value on top of the stack, if known.
+/// Returns a compiled instruction with the budget checks before and after it. `top` is the value on top of the stack, if known.
 pub fn with_checks<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<Vec<Instruction<'a>>, Error> {
     let refused = |why: &'static str| Err(Error::new(ErrorKind::SyntaxError, why));
     let same = instruction.clone();
-    // The id `!0` is never used as the cached filter of another name.
+    // minijinja caches filters by id; no other filter uses the id `!0`.
     let one = |name| Instruction::ApplyFilter(name, Some(1), !0);
     let about =
         |name, count: u16| [Instruction::ApplyFilter(name, Some(count), !0), Instruction::UnpackList(count.into())];
     Ok(match instruction {
-        // The formatter charges for what it writes.
+        // Literal text is written by `Emit`, whose formatter charges for it; `EmitRaw` would not charge.
         Instruction::EmitRaw(text) => vec![Instruction::LoadConst(Value::from(*text)), Instruction::Emit],
-        // Only a number can be added to a number.
+        // Adding to a number needs no check: the other operand must be a number too.
         Instruction::Add if top.is_some_and(Value::is_number) => vec![same],
         Instruction::Add => [about("=add", 2).to_vec(), vec![same, one("=whole")]].concat(),
         Instruction::Mul => [about("=mul", 2).to_vec(), vec![same, one("=whole")]].concat(),
@@ -82,7 +83,7 @@ pub fn with_checks<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Re
         Instruction::BuildMap(pairs) => match u16::try_from(pairs * 2) {
             Ok(0) => vec![same],
             Ok(count) => [about("=nested", count).to_vec(), vec![same]].concat(),
-            Err(_) => return refused("a map is too long"),
+            Err(_) => return refused("a map literal has too many entries"),
         },
         Instruction::BuildList(_) | Instruction::BuildTuple(_) | Instruction::MergeKwargs(_) => {
             vec![same, one("=built")]
@@ -90,7 +91,7 @@ pub fn with_checks<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Re
         Instruction::UnpackLists(_) => vec![same, one("=count")],
         Instruction::PushLoop(_) => vec![one("=each"), same],
         Instruction::CallMethod("changed", Some(count)) => [about("=changed", *count).to_vec(), vec![same]].concat(),
-        Instruction::CallMethod("changed", None) => return refused("changed() takes no *arguments here"),
+        Instruction::CallMethod("changed", None) => return refused("loop.changed() does not accept *arguments"),
         Instruction::Include(_) | Instruction::LoadBlocks => {
             return refused("a template cannot import, extend or include another one");
         }
@@ -98,7 +99,7 @@ pub fn with_checks<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Re
     })
 }
 
-/// Number of values in a list or map, or of bytes in a text.
+/// Returns the number of values in a list or map, or of bytes in a text.
 pub fn elements(value: &Value) -> u64 {
     match value.as_str() {
         Some(text) => text.len() as u64,
@@ -106,7 +107,7 @@ pub fn elements(value: &Value) -> u64 {
     }
 }
 
-/// Charges visiting all of a value, which is the most a comparison does.
+/// Charges for visiting all nested values, which is the most that a comparison does.
 pub fn scan(value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(text) => charge_read(text.len() as u64),
@@ -115,7 +116,7 @@ pub fn scan(value: &Value) -> Result<(), Error> {
     }
 }
 
-/// A lazy list is materialized afterwards.
+/// Checks an addition. If the sum is a lazy list, a later check converts it to a list.
 fn add(values: &[Value]) -> Result<(), Error> {
     if values.iter().any(Value::is_tuple) {
         return values.iter().try_for_each(|value| charge(elements(value).saturating_mul(ITEM_BYTES)));
@@ -161,7 +162,7 @@ fn contains(values: &[Value]) -> Result<(), Error> {
     let [value, container] = values else { return Ok(()) };
     scan(container)?;
     scan(value)?;
-    // The container is searched for the value's text.
+    // If the container of an `in` test is a text, a value of another type is converted to text first.
     if container.as_str().is_some() && value.as_str().is_none() { charge(budget::text_bytes(value)?) } else { Ok(()) }
 }
 
@@ -174,7 +175,7 @@ fn nested(values: &[Value]) -> Result<(), Error> {
     values.iter().try_for_each(budget::check_nesting)
 }
 
-/// The loop object keeps the arguments.
+/// Checks `loop.changed(…)`, whose arguments the loop object keeps.
 fn changed(values: &[Value]) -> Result<(), Error> {
     values.iter().skip(1).try_for_each(budget::check_nesting)
 }

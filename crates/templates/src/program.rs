@@ -1,4 +1,4 @@
-//! Compiles a source to instructions that charge the budget before they allocate.
+//! Compiles a template's source to instructions that charge the memory budget before they allocate.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,18 +8,18 @@ use minijinja::{Error, ErrorKind};
 
 use super::operators;
 
-/// Maximum length of a source, in bytes.
+/// Maximum length of a template's source in bytes.
 const MAX_SOURCE_BYTES: usize = 256 << 10;
-/// Maximum length of a source that is compiled on the caller's stack: its syntax tree cannot be deep.
+/// Maximum length of a template's source that is compiled on the caller's stack: the syntax tree of a short source cannot be deep.
 const SHORT_BYTES: usize = 400;
-/// Stack size for the deepest tree that the longest source can have: `1+1+1+…`.
+/// Stack size for compiling the deepest syntax tree that the longest source can have: `1+1+1+…`.
 const STACK_BYTES: usize = 512 << 20;
-/// Maximum depth of the syntax tree. At each level, compiling visits all levels below.
+/// Maximum depth of a template's syntax tree. At each level, the compiler visits all levels below.
 const MAX_DEPTH: usize = 500;
-/// Maximum sum of all constants that are computed while compiling, in bytes.
+/// Maximum total size in bytes of all constants that the template compiler computes.
 const MAX_CONSTANTS: u64 = 4 << 20;
 
-/// A compiled source, with a check before each instruction that allocates.
+/// A compiled template, with a budget check before each instruction that allocates.
 #[derive(Debug)]
 pub struct Program<'a> {
     pub instructions: Instructions<'a>,
@@ -27,7 +27,7 @@ pub struct Program<'a> {
 }
 
 impl<'a> Program<'a> {
-    /// Compiles a template with statements.
+    /// Compiles the source of a template.
     pub fn template(name: &'a str, source: &'a str, syntax: &SyntaxConfig) -> Result<Self, Error> {
         on_a_large_stack(source, || {
             let tree = parse(source, name, syntax.clone())?;
@@ -40,7 +40,7 @@ impl<'a> Program<'a> {
         })
     }
 
-    /// Compiles an expression, which leaves one value on the stack.
+    /// Compiles a single expression, whose value is left on the stack.
     pub fn expression(source: &'a str) -> Result<Self, Error> {
         on_a_large_stack(source, || {
             let tree = parse_expr(source)?;
@@ -72,13 +72,13 @@ fn on_a_large_stack<T: Send>(source: &str, compile: impl FnOnce() -> Result<T, E
     })
 }
 
-/// Checks a syntax tree before it is compiled.
+/// Checks a template's syntax tree before it is compiled: depth, constants, and statements that are not allowed.
 #[derive(Default)]
 struct Check {
     constants: u64,
 }
 
-/// Upper bounds of a constant: its size in bytes, and its magnitude if it is a number.
+/// Upper bounds of a constant that the compiler computes: the size in bytes, and the magnitude of a number.
 #[derive(Clone, Copy)]
 struct Constant {
     bytes: u64,
@@ -177,7 +177,7 @@ impl Check {
         self.constant(expression, depth).map(|_| ())
     }
 
-    /// Checks an expression. If it has no variables, returns bounds of the constant that the compiler would compute.
+    /// Checks an expression of a template. If it has no variables, returns bounds of the constant that the compiler would compute.
     fn constant(&mut self, expression: &ast::Expr<'_>, depth: usize) -> Result<Option<Constant>, Error> {
         let depth = Self::deeper(depth)?;
         let constant = match expression {
@@ -241,7 +241,7 @@ impl Check {
         Ok(constant)
     }
 
-    /// Returns bounds of a constant if all parts are constants.
+    /// Returns bounds of a list or map literal if all its items are constants.
     fn all<'e, 's: 'e>(
         &mut self,
         expressions: impl IntoIterator<Item = &'e ast::Expr<'s>>,
@@ -261,9 +261,9 @@ fn folded(op: ast::BinOpKind, left: Constant, right: Constant) -> Constant {
     let magnitude = left.magnitude + right.magnitude;
     match op {
         ast::BinOpKind::Mul => {
-            // This is an upper bound: the cast saturates.
+            // The cast to an integer saturates, so the product remains an upper bound.
             let times = |this: Constant, other: Constant| this.bytes.saturating_mul(other.magnitude.ceil() as u64);
-            // The result of two numbers is a number; any other result has no magnitude.
+            // The product of two numbers is a number; any other product, such as a repeated text, has no magnitude.
             let numbers = left.magnitude > 0.0 && right.magnitude > 0.0;
             let bytes = if numbers { 32 } else { times(left, right).max(times(right, left)).max(32) };
             Constant { bytes, magnitude: if numbers { left.magnitude * right.magnitude } else { 0.0 } }
@@ -273,7 +273,7 @@ fn folded(op: ast::BinOpKind, left: Constant, right: Constant) -> Constant {
             let magnitude = if right.magnitude < 1.0 { f64::INFINITY } else { magnitude };
             Constant { bytes: 32, magnitude }
         }
-        // A value written as text is at most as long as its constants in the source, times the longest escape.
+        // A constant written as text is at most as long as its source, times the length of the longest escape.
         ast::BinOpKind::Concat => {
             Constant { bytes: sum.saturating_mul(super::budget::MAX_ESCAPE_BYTES), magnitude: 0.0 }
         }
@@ -281,20 +281,20 @@ fn folded(op: ast::BinOpKind, left: Constant, right: Constant) -> Constant {
     }
 }
 
-/// Copies the instructions and inserts a budget check wherever one allocates.
+/// Copies compiled instructions and inserts a budget check before each instruction that allocates.
 fn insert_checks<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
     let instructions: Vec<&Instruction<'a>> = (0..).map_while(|index| plain.get(index)).collect();
     let mut targets = BTreeSet::new();
     for instruction in &instructions {
         targets.extend(target(&mut (*instruction).clone()).copied());
     }
-    // The new position of each instruction, including the checks inserted before it.
+    // The new position of each instruction, after the budget checks that are inserted before it.
     let mut places = Vec::with_capacity(instructions.len() + 1);
     let mut groups: Vec<Vec<Instruction<'a>>> = Vec::with_capacity(instructions.len());
     let mut place = 0;
     for (index, instruction) in (0u32..).zip(&instructions) {
         places.push(place);
-        // The value on top of the stack, if only the previous instruction can have pushed it.
+        // The constant on top of the stack, if the previous instruction has pushed it and no jump leads here.
         let before = index.checked_sub(1).filter(|_| !targets.contains(&index)).and_then(|index| plain.get(index));
         let top = before.and_then(|before| if let Instruction::LoadConst(top) = before { Some(top) } else { None });
         let group = operators::with_checks(instruction, top)?;
@@ -306,7 +306,9 @@ fn insert_checks<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error
     for (index, group) in (0u32..).zip(groups) {
         for mut instruction in group {
             if let Some(target) = target(&mut instruction) {
-                *target = *places.get(*target as usize).ok_or_else(|| refused("a jump has no target"))?;
+                *target = *places
+                    .get(*target as usize)
+                    .ok_or_else(|| refused("the compiled template has a jump without a target"))?;
             }
             match plain.get_span(index) {
                 Some(span) => all.add_with_span(instruction, span),
@@ -320,7 +322,7 @@ fn insert_checks<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error
     Ok(all)
 }
 
-/// The instruction index that a jump refers to.
+/// Returns the target index of a jump instruction.
 fn target<'i>(instruction: &'i mut Instruction<'_>) -> Option<&'i mut u32> {
     match instruction {
         Instruction::Iterate(target)

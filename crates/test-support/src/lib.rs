@@ -4,23 +4,23 @@ use std::path::{Path, PathBuf};
 
 pub mod templates;
 
-/// Path of a file or folder, relative to the top of the repository.
+/// Returns the absolute path of a file or folder that is given relative to the top of the repository.
 pub fn in_repository(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name)
 }
 
-/// Path of a file or folder below `tests/fixtures`.
+/// Returns the path of a file or folder below `tests/fixtures`.
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name)
 }
 
-/// The folder that an environment variable names, relative to the workspace; without the variable, this fixture.
+/// Returns the folder that an environment variable names, relative to the workspace; if it is not set, the given test fixture.
 pub fn folder_of(variable: &str, fixture_name: &str) -> PathBuf {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     std::env::var_os(variable).map_or_else(|| fixture(fixture_name), |folder| workspace.join(folder))
 }
 
-/// Path of the demo's model.
+/// Returns the path of the model that `rlood demo` trains.
 pub fn tiny_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny")
 }

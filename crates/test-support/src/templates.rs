@@ -9,16 +9,16 @@ const IMPORT: &str = "a template cannot import";
 const LEVELS: &str = "levels deep";
 const RECURSION: &str = "recursion limit";
 
-/// Time limit per template. Rendering takes a second at most, except in an unoptimized build on a busy machine.
+/// Time limit for each template. Rendering takes at most a second, except in an unoptimized build on a busy machine.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-/// `x` is a text of 16 bytes, `l` a list of it, `m` a map of both, defined such that the compiler cannot
+/// Template variables: `x` is a text of 16 bytes, `l` a list with `x`, `m` a map with both, defined such that the compiler cannot
 /// fold them to constants.
 const VALUES: &str = "{% set x = '0123456789abcdef'|upper %}{% set l = [x] %}{% set m = {'k': x, 'l': l} %}";
 
-/// A template, and a part of its error message.
+/// Templates that must fail, each with a part of its error message.
 const BOMBS: &[(&str, &str)] = &[
-    // Formats and paddings with huge widths.
+    // Templates with format strings and paddings of huge widths.
     ("{{ '%9000000000d'|format(1) }}", TOO_MUCH_TEXT),
     ("{{ '%*d'|format(9000000000, 1) }}", TOO_MUCH_TEXT),
     ("{{ '%.*f'|format(9000000000, 1.5) }}", TOO_MUCH_TEXT),
@@ -42,7 +42,7 @@ const BOMBS: &[(&str, &str)] = &[
     ("{{ ['%9000000000d']|map('format', 1)|list }}", TOO_MUCH_TEXT),
     ("{{ [[1, 2]]|map('batch', 1000000000, 'x')|list }}", TOO_MUCH_TEXT),
     ("{% macro f(g) %}{{ g.format(1) }}{% endmacro %}{{ f('{:9000000000}') }}", TOO_MUCH_TEXT),
-    // Repetitions, including those computed while compiling.
+    // Templates that repeat texts and lists, also in constants that the compiler computes.
     ("{{ (x * 100000000)|length }}", TOO_MUCH_TEXT),
     ("{{ (100000000 * x)|length }}", TOO_MUCH_TEXT),
     ("{{ (l * 100000000)|length }}", TOO_MUCH_TEXT),
@@ -56,21 +56,21 @@ const BOMBS: &[(&str, &str)] = &[
     ("{{ ('a' * ((2 ** 3) * 0 + 100000000))|length }}", CONSTANTS),
     ("{{ ('a' * 1000000)|length }}{{ ('a' * 1000000)|length }}{{ ('a' * 3000000)|length }}", CONSTANTS),
     ("{% set a = 'a' * 3000000 %}{% if 'a' * 3000000 == a %}{% endif %}", CONSTANTS),
-    // Lists that are filled up.
+    // Templates that create lists filled up to a huge length.
     ("{{ 'a'|batch(1000000000, 'x')|list }}", TOO_MUCH_TEXT),
     ("{{ 'a'|slice(1000000000, 'x')|list }}", TOO_MUCH_TEXT),
     ("{{ l|chain(l)|length }}", "chain is unknown"),
     ("{{ range(100000)|zip(range(100000))|list }}", "zip is unknown"),
     ("{{ m|pprint }}", "pprint is unknown"),
     ("{{ debug() }}", "debug is unknown"),
-    // Values that contain themselves: rendering would never end, and memory would never be freed.
+    // Templates with values that contain themselves: rendering would never end, and memory would never be freed.
     ("{% set ns = namespace(a=1) %}{% set ns.a = ns %}{{ ns }}", NESTED_OBJECT),
     ("{% set ns = namespace(a=1) %}{% set ns.a = [ns] %}{{ ns }}", NESTED_OBJECT),
     ("{% set ns = namespace(a=1) %}{% set ns.a = dict(a=ns) %}{{ ns }}", NESTED_OBJECT),
     ("{% set ns = namespace(a=1) %}{% set ns.a = {'a': ns} %}{{ ns }}", NESTED_OBJECT),
     ("{% for i in [1] %}{{ loop.changed(loop) }}{% endfor %}", NESTED_OBJECT),
     ("{% for i in [1] %}{{ loop.changed(*[1]) }}{% endfor %}", "no *arguments"),
-    // Everything else that runs long or reads much.
+    // Templates that run long or read much in other ways.
     ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "fuel"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", RECURSION),
     ("{% include 'chat_template' %}", IMPORT),
@@ -81,7 +81,7 @@ const BOMBS: &[(&str, &str)] = &[
     ("{% set a = x * 100000 %}{{ a|trim(a)|length }}", TOO_MUCH_TEXT),
 ];
 
-/// A value, and an expression that doubles it.
+/// A start value, and an expression that doubles it, to be applied repeatedly.
 const GROWING: &[(&str, &str)] = &[
     ("x", "ns.a ~ ns.a"),
     ("x", "ns.a + ns.a"),
@@ -106,7 +106,7 @@ const GROWING: &[(&str, &str)] = &[
     ("x", "twice(ns.a)"),
 ];
 
-/// Values that are small themselves, but large when traversed.
+/// Expressions whose values use little memory, but are large when all nested values are visited.
 const DOUBLING: &[(&str, &str)] = &[
     ("l", "[ns.a, ns.a]"),
     ("l", "(ns.a, ns.a)"),
@@ -115,7 +115,8 @@ const DOUBLING: &[(&str, &str)] = &[
     ("m", "[{'a': ns.a}]|groupby('a')"),
 ];
 
-/// A value, and an expression that nests it in itself: dropping it would overflow the stack.
+/// A start value, and an expression that nests the value in itself, to be applied repeatedly: dropping the result
+/// would overflow the stack.
 const NESTING: &[(&str, &str)] = &[
     ("l", "[ns.a]"),
     ("l", "(ns.a,)"),
@@ -130,7 +131,7 @@ const NESTING: &[(&str, &str)] = &[
     ("m", "namespace(a=ns.a)"),
 ];
 
-/// A prefix, and an expression that allocates or reads much, to be repeated.
+/// Definitions, and an expression that allocates or reads much, to be repeated in a loop.
 const REPEATED: &[(&str, &str)] = &[
     ("", "{{ ((x * 100000) ~ i)|length }}"),
     ("", "{{ (range(90000)|list)|length }}"),
@@ -160,7 +161,8 @@ const REPEATED: &[(&str, &str)] = &[
     ("{% set a = x * 300000 %}", "{% if a|length %}{% endif %}"),
 ];
 
-/// A prefix, a part that is repeated a number of times, a suffix: sources that are nested deeper than a stack allows.
+/// Template sources that are nested deeper than a stack allows: a prefix, a part and how often it is repeated, a suffix, and a part
+/// of the error message.
 const DEEP: &[(&str, &str, usize, &str, &str)] = &[
     ("{{ 1", "+1", 100_000, " }}", LEVELS),
     ("{{ x", "+1", 100_000, " }}", LEVELS),
@@ -180,7 +182,7 @@ const DEEP: &[(&str, &str, usize, &str, &str)] = &[
     ("", "x", 300_000, "", "KiB"),
 ];
 
-/// Texts that are captured, so that a limit on the output would not stop them.
+/// Templates that collect text in a variable, macro or filter, so that a limit on the output would not stop them.
 const CAPTURES: &[&str] = &[
     "{% set a %}{% for i in range(9000) %}{{ x * 100000 }}{% endfor %}{% endset %}",
     "{% set a %}{% for i in range(90000) %}{% for j in range(9) %}RAW{% endfor %}{% endfor %}{% endset %}",

@@ -1,4 +1,4 @@
-//! Command-line flags of the computing processes.
+//! Command-line flags of the processes that compute: `rlood worker`, `rlood probe` and `rlood generator`.
 
 use std::path::{Path, PathBuf};
 

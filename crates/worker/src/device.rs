@@ -47,7 +47,7 @@ impl FromStr for Device {
     }
 }
 
-/// Error for a text that is not a device of this build.
+/// Error for a text that does not name a device, or names one that this build of rlood does not support.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct DeviceError(String);

@@ -13,13 +13,14 @@ use crate::export::{
 use crate::modelcard::{self, ModelFile};
 use crate::one_shot::{self, OneShotError, error_text};
 
-/// Minimum time between two progress lines.
+/// Minimum time between two lines that report the export's progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Reads a task, writes the directory, and writes the report. The exit code is 0 even if the report contains an error.
+/// Runs `rlood export-checkpoint`: reads the task, writes the directory in the other format, and writes the report. The exit code
+/// is 0 even if the report contains an error.
 ///
 /// # Errors
-/// Fails when the task cannot be read or the report cannot be written.
+/// Fails when standard input has no valid task, or the report cannot be written to standard output.
 pub fn run(_args: &ProbeArgs) -> Result<ExitCode, OneShotError> {
     let task: ExportTask = one_shot::read_task()?;
     let report = match export(&task) {
@@ -58,7 +59,7 @@ fn export(task: &ExportTask) -> Result<ExportResult, EngineError> {
     let mut progress = |done, total| {
         if last_progress.is_none_or(|last_progress| last_progress.elapsed() >= PROGRESS_INTERVAL) || done == total {
             last_progress = Some(Instant::now());
-            // If the server is gone, the closed standard input ends this process.
+            // A failed write of the progress is ignored: if the server is gone, the closed standard input ends this process.
             let _ = one_shot::write_report(&ExportLine::Progress { done, total });
         }
         true

@@ -24,7 +24,7 @@ use crate::one_shot::{self, OneShotError, error_text};
 use crate::spec::FieldError;
 use crate::spec::footprint::Footprint;
 
-/// Reason why there are no completions.
+/// Reason why the model generated no completions.
 enum GenerateError {
     Refused(FieldError),
     Failed(EngineError),
@@ -37,10 +37,11 @@ impl From<EngineError> for GenerateError {
     }
 }
 
-/// Reads a task, generates, and writes the report. The exit code is 0 even if the report contains an error.
+/// Runs `rlood generator`: reads the task, generates completions, and writes the report. The exit code is 0 even if the
+/// report contains an error.
 ///
 /// # Errors
-/// Fails when the task cannot be read or the report cannot be written.
+/// Fails when standard input has no valid task, or the report cannot be written to standard output.
 pub fn run(args: &ProbeArgs) -> Result<ExitCode, OneShotError> {
     let begun = Instant::now();
     let task: GenerationTask = one_shot::read_task()?;
@@ -80,7 +81,7 @@ fn compare(task: &GenerationTask, device: &str, deadline: Instant) -> Result<Gen
     Ok(Generation { prompt, base, trained })
 }
 
-/// Checks that the request fits the model's context and the memory.
+/// Checks that prompt and completions fit into the model's context and the memory.
 fn check_limits(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<(), FieldError> {
     let plan = &task.plan;
     let completion = u64::from(plan.sampling.max_completion_length);
@@ -100,7 +101,8 @@ fn check_limits(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> 
         Some(limit) if needed > limit => {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
             let detail = format!(
-                "this needs about {} MiB, but a process may use only {} MiB (--memory-limit): lower sampling.max_completion_length or num_generations, or shorten the prompt",
+                "generating needs about {} MiB, but a process may use only {} MiB (--memory-limit): \
+                 lower sampling.max_completion_length or num_generations, or shorten the prompt",
                 mib(needed),
                 mib(limit)
             );
@@ -110,7 +112,7 @@ fn check_limits(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> 
     }
 }
 
-/// The request, which is run with one model after the other.
+/// The sampling request, which is run with the base model and then with the checkpoint.
 struct GenerationRun<'a> {
     task: &'a GenerationTask,
     text: &'a Text,
@@ -119,7 +121,7 @@ struct GenerationRun<'a> {
 }
 
 impl GenerationRun<'_> {
-    /// Generates completions with a policy.
+    /// Generates completions of the prompt with one model.
     fn completions(&self, policy: &Policy) -> Result<Vec<GeneratedText>, GenerateError> {
         let sampling = &self.task.plan.sampling;
         let num_generations = NonZeroUsize::new(self.task.num_generations as usize).unwrap_or(NonZeroUsize::MIN);

@@ -36,17 +36,18 @@ use crate::verdict::{
     guarding_rewards, judging_rewards,
 };
 
-/// Prompts sampled between two progress lines.
+/// Number of prompts sampled between two lines that report the progress.
 const CHUNK_PROMPTS: usize = 32;
-/// Completions scored between two progress lines. The completions of a row are kept together.
+/// Number of completions scored between two lines that report the progress. The completions of a row are kept together.
 const CHUNK_COMPLETIONS: usize = 256;
-/// Maximum size of a stored text, in bytes.
+/// Maximum size in bytes of a prompt or completion in the stored result.
 const MAX_TEXT_BYTES: usize = 64 * 1024;
 
-/// Reads a task, judges, and writes the report. The exit code is 0 even if the report contains an error.
+/// Runs `rlood judge`: reads the task, compares the models, and writes the report. The exit code is 0 even if the
+/// report contains an error.
 ///
 /// # Errors
-/// Fails when the task cannot be read or the report cannot be written.
+/// Fails when standard input has no valid task, or the report cannot be written to standard output.
 pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
     let task: JudgeTask = one_shot::read_task()?;
     let report = match judge(task, &args.device.to_string()).await {
@@ -71,7 +72,7 @@ fn of_engine(error: &EngineError) -> VerdictError {
     failed(code, error_text(error))
 }
 
-/// Counts the completed work and reports progress.
+/// Counts the rows that were sampled and scored with each model, and reports the progress.
 struct Progress {
     done: u64,
     total: u64,
@@ -80,15 +81,15 @@ struct Progress {
 impl Progress {
     fn advance(&mut self, parts: usize) {
         self.done += parts as u64;
-        // If the server is gone, the closed standard input ends this process.
+        // A failed write of the progress is ignored: if the server is gone, the closed standard input ends this process.
         let _ = one_shot::write_report(&JudgeLine::Progress { done: self.done, total: self.total });
     }
 }
 
-/// The rows of one set with the completions of both models.
+/// The dataset rows of one set (test rows or guard set) with the completions of both models.
 struct Sampled {
     set: RowSet,
-    /// Indices of the rows in their dataset.
+    /// Indices of these rows in their dataset.
     numbers: Vec<u64>,
     prompts: Vec<TokenizedPrompt>,
     /// Completions of the base model, `[row][completion]`.
@@ -135,8 +136,8 @@ fn build_rewards(task: &JudgeTask, device: &str, plans: &[RewardPlan], set: RowS
         .map_err(|error| failed("reward_not_usable", error))
 }
 
-/// Returns the secrets of a set's rewards by reward name. Rewards that are specific to the evaluation or the guard have
-/// their secrets under other names.
+/// Returns the secrets of the rewards that score a set of rows, by reward name. The task stores the secrets of rewards that only
+/// the evaluation or the guard has under other names.
 fn secrets_of(task: &JudgeTask, set: RowSet) -> BTreeMap<String, RewardSecrets> {
     let plan = &task.plan;
     let secret_name = |name: &str| match set {
@@ -156,7 +157,8 @@ fn prompt_rows(rows: &[(u64, Map<String, Value>)]) -> Result<Vec<PromptRow>, Ver
     let read = |(number, row): &(u64, Map<String, Value>)| {
         let mut columns = row.clone();
         let prompt = columns.shift_remove("prompt");
-        let prompt = prompt.ok_or_else(|| failed("prompts_invalid", format!("row {number} has no prompt")))?;
+        let prompt =
+            prompt.ok_or_else(|| failed("prompts_invalid", format!("row {number} of the dataset has no prompt")))?;
         Ok(PromptRow { prompt, columns })
     };
     rows.iter().map(read).collect()
@@ -182,7 +184,7 @@ fn sample_both(
     }
     let longest = sets.iter().flat_map(|set| &set.prompts).map(|prompt| prompt.ids.len()).max().unwrap_or_default();
     check_memory(&task, &card, longest as u64)?;
-    // Each row is sampled and scored with two models.
+    // A row counts four times in the progress: it is sampled and scored with each of the two models.
     let total = 4 * sets.iter().map(|set| set.prompts.len() as u64).sum::<u64>();
     let mut progress = Progress { done: 0, total };
     let eval = EvalPlan { temperature: task.sampling.temperature, ..eval.clone() };
@@ -203,7 +205,7 @@ fn sample_both(
     Ok((task, sets, progress))
 }
 
-/// Checks that the rollouts of both models fit into memory.
+/// Checks that the sampling with both models fits into memory.
 fn check_memory(task: &JudgeTask, card: &modelcard::ModelCard, longest: u64) -> Result<(), VerdictError> {
     let mut plan = task.plan.clone();
     plan.rloo.num_generations = task.sampling.num_generations.try_into().unwrap_or(plan.rloo.num_generations);
@@ -212,7 +214,7 @@ fn check_memory(task: &JudgeTask, card: &modelcard::ModelCard, longest: u64) -> 
         Some(limit) if needed > limit => {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
             let message = format!(
-                "this needs about {} MiB, but a process may use only {} MiB (--memory-limit): lower num_generations",
+                "the comparison needs about {} MiB, but a process may use only {} MiB (--memory-limit): lower num_generations",
                 mib(needed),
                 mib(limit)
             );
@@ -227,7 +229,7 @@ struct SamplingRun<'a> {
     task: &'a JudgeTask,
     text: &'a Text,
     sampler: Sampler,
-    /// Number of tokens of the longest prompt.
+    /// Number of tokens of the longest prompt, which determines the memory.
     longest: usize,
 }
 
@@ -272,7 +274,7 @@ impl SamplingRun<'_> {
     }
 }
 
-/// Scores the answers of both models, and reports and appends each row.
+/// Computes the rewards of both models' completions, and reports each row.
 async fn score(
     task: &JudgeTask,
     rewards: &Rewards,
@@ -364,7 +366,7 @@ fn reward_samples(
     samples
 }
 
-/// Truncates a text to [`MAX_TEXT_BYTES`].
+/// Truncates a prompt or completion to [`MAX_TEXT_BYTES`].
 fn truncated(mut text: String) -> String {
     if text.len() > MAX_TEXT_BYTES {
         let end = text.floor_char_boundary(MAX_TEXT_BYTES);

@@ -31,14 +31,14 @@ pub struct ModelCache {
     limit_bytes: Option<u64>,
 }
 
-/// A model in use. The model is not removed before the lease is dropped.
+/// Marks a model of the cache as in use. The model is not removed before the lease is dropped.
 #[derive(Debug)]
 pub struct Lease {
     dir: PathBuf,
     lock: File,
 }
 
-/// The exclusive right to download a model. Partial downloads are kept on drop, and the next download resumes them.
+/// The exclusive right to download a model into the cache. Partial downloads are kept on drop, and the next download resumes them.
 #[derive(Debug)]
 pub struct Fetching {
     cache: ModelCache,
@@ -49,9 +49,9 @@ pub struct Fetching {
 /// State of a model in the cache.
 #[derive(Debug)]
 pub enum Found {
-    /// The model is complete.
+    /// The model is in the cache, complete and verified.
     Ready(Lease),
-    /// The model is missing or incomplete, and must be downloaded.
+    /// The model is missing or incomplete; the caller must download it.
     Missing(Fetching),
     /// Another process is downloading or removing the model; try again later.
     Busy,
@@ -64,13 +64,13 @@ pub struct CacheEntry {
     pub key: String,
     /// Name under which the model was downloaded; empty if unknown.
     pub name: String,
-    /// Size in bytes; for a download in progress the size when complete.
+    /// Size in bytes on disk; for a download in progress, the size when complete.
     pub size_bytes: u64,
     /// Bytes that a download in progress still has to fetch.
     pub missing_bytes: u64,
     /// Whether the model is complete.
     pub is_whole: bool,
-    /// Time of the last use.
+    /// Time when a process last used the model.
     pub used_at: SystemTime,
     /// Whether a worker is using or downloading the model.
     pub in_use: bool,
@@ -84,7 +84,7 @@ struct About {
 }
 
 impl ModelCache {
-    /// Opens the cache in a directory, which is created if needed. `limit_bytes` is the maximum size; `None` means no limit.
+    /// Opens the model cache in a directory, which is created if needed. `limit_bytes` is the maximum size; `None` means no limit.
     ///
     /// # Errors
     /// Fails when the directory cannot be created, or belongs to another user, who could change a model after its verification.
@@ -93,16 +93,16 @@ impl ModelCache {
         DirBuilder::new().recursive(true).mode(0o700).create(&models)?;
         let (owner, user) = (fs::metadata(&models)?.uid(), rustix::process::geteuid().as_raw());
         if owner != user && owner != 0 {
-            let what = format!("it belongs to user {owner}, but this process runs as user {user}");
+            let what = format!("the directory belongs to user {owner}, but this process runs as user {user}");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
         }
         Ok(Self { root: root.to_owned(), limit_bytes })
     }
 
-    /// Looks up a model by its fingerprint, without waiting.
+    /// Looks up a model by its fingerprint, without waiting for other processes.
     ///
     /// # Errors
-    /// Fails when the directory cannot be read or written.
+    /// Fails when the cache directory cannot be read or written.
     pub fn find(&self, key: &str) -> io::Result<Found> {
         let (lock, dir) = (self.open_lock(key)?, self.path(key));
         if dir.is_dir() {
@@ -111,7 +111,7 @@ impl ModelCache {
                 Err(TryLockError::WouldBlock) => return Ok(Found::Busy),
                 Err(TryLockError::Error(error)) => return Err(error),
             }
-            // Another process may have removed the model before the lock was taken.
+            // Another process may have removed the model before this process took the lock.
             if !dir.is_dir() {
                 return Ok(Found::Busy);
             }
@@ -126,10 +126,10 @@ impl ModelCache {
         }
     }
 
-    /// Removes a complete or partial model unless it is in use. Returns whether it was removed.
+    /// Removes a complete or partly downloaded model unless a process uses it. Returns whether the model was removed.
     ///
     /// # Errors
-    /// Fails when the files cannot be removed.
+    /// Fails when the model's files cannot be removed.
     pub fn remove(&self, key: &str) -> io::Result<bool> {
         let lock = self.open_lock(key)?;
         match lock.try_lock() {
@@ -141,10 +141,10 @@ impl ModelCache {
         Ok(true)
     }
 
-    /// Returns all models, least recently used first.
+    /// Returns all models in the cache, least recently used first.
     ///
     /// # Errors
-    /// Fails when the directory cannot be read.
+    /// Fails when the cache directory cannot be read.
     pub fn entries(&self) -> io::Result<Vec<CacheEntry>> {
         let mut keys: Vec<String> = Vec::new();
         for entry in fs::read_dir(self.root.join("models"))? {
@@ -171,7 +171,8 @@ impl ModelCache {
             Err(TryLockError::WouldBlock) => true,
             Err(TryLockError::Error(error)) => return Err(error),
         };
-        // A download in progress will use its full size; an abandoned one only what is on disk.
+        // A download in progress counts with its full size, because it will need it; an abandoned download counts with
+        // its size on disk.
         let size_bytes = if in_use { here.max(about.size_bytes) } else { here };
         let missing_bytes = if is_whole { 0 } else { size_bytes - here };
         Ok(CacheEntry {
@@ -190,11 +191,11 @@ impl ModelCache {
         serde_json::from_slice(&text).unwrap_or_default()
     }
 
-    /// Removes the files of a model. The caller holds the lock of the key.
+    /// Removes the files of a model. The caller holds the model's lock.
     fn remove_files(&self, key: &str) -> io::Result<()> {
         let doomed = self.beside(key, "gone");
         remove_tree(&doomed)?;
-        // The rename is atomic: a partially removed model must not look like a complete one.
+        // The directory is renamed first, which is atomic: a partially removed model must not look like a complete one.
         match fs::rename(self.path(key), &doomed) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -211,7 +212,7 @@ impl ModelCache {
         if !is_key(key) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                "the fingerprint of a model must be 64 hex digits",
+                "the fingerprint of a model must have 64 hexadecimal digits",
             ));
         }
         // Lock files are never removed, because a process may hold a lock on a file that was unlinked.
@@ -240,17 +241,17 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // An error is ignored, because the time only affects the order of removal.
+        // An error is ignored, because the time of the last use only affects the order in which models are removed.
         let _ = self.lock.set_modified(SystemTime::now());
     }
 }
 
 impl Fetching {
-    /// Frees space for a model of this size, and returns the directory for its files, which may contain
-    /// files of an earlier download.
+    /// Frees space in the cache for the model's size, and returns the directory for its files, which may contain files
+    /// of an earlier download.
     ///
     /// # Errors
-    /// Fails when there is not enough space.
+    /// Fails when not enough space can be freed.
     pub fn prepare(&self, name: &str, size_bytes: u64) -> Result<PathBuf, CacheFull> {
         let part = self.cache.part(&self.key);
         let about = About { name: name.to_owned(), size_bytes };
@@ -261,7 +262,7 @@ impl Fetching {
         DirBuilder::new().recursive(true).mode(0o700).create(&part)?;
         let missing_bytes = size_bytes.saturating_sub(size_below(&part)?);
         if let Err(cache_full) = self.cache.free_space(&self.key, missing_bytes, size_bytes) {
-            // The removal fails if the directory contains files of an earlier attempt, which are kept.
+            // `remove_dir` fails if the directory contains files of an earlier download, which are kept.
             let _ = fs::remove_dir(&part);
             return Err(cache_full);
         }
@@ -287,8 +288,8 @@ impl Fetching {
         fs::rename(&part, &dir)?;
         File::open(self.cache.root.join("models"))?.sync_all()?;
         let Fetching { cache, key, lock } = self;
-        // A lock cannot be downgraded to a shared one atomically. If another process removes the model in
-        // between, it is downloaded again.
+        // The exclusive lock cannot be turned into a shared one atomically. If another process removes the model in between,
+        // it is downloaded again.
         drop(lock);
         cache.find(&key)
     }
@@ -296,7 +297,7 @@ impl Fetching {
     /// Removes the downloaded files.
     ///
     /// # Errors
-    /// Fails when the files cannot be removed.
+    /// Fails when the downloaded files cannot be removed.
     pub fn discard(self) -> io::Result<()> {
         self.cache.remove_files(&self.key)
     }
@@ -316,7 +317,7 @@ fn size_below(dir: &Path) -> io::Result<u64> {
     for entry in entries {
         match entry?.metadata() {
             Ok(metadata) => size += metadata.len(),
-            // The file was completed or removed in the meantime.
+            // Another process has renamed or removed the file since the directory was listed.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }

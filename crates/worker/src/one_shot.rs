@@ -1,5 +1,6 @@
-//! The child's side of a one-shot process: it reads a task from standard input, writes one report to standard output, and exits
-//! when the server closes standard input. The parent's side is `supervisor::one_shot`.
+//! The child's side of a one-shot process (a child process of the server that answers one request): it reads a task
+//! from standard input, writes one report to standard output, and exits when the server closes standard input. The
+//! parent's side is `supervisor::one_shot`.
 
 use std::fmt::Display;
 use std::io::{BufRead, Write};
@@ -16,18 +17,18 @@ pub use rlood_types::one_shot::OneShotError;
 /// Exit code when the server is gone or no longer waits for an answer.
 const EXIT_ORPHAN: i32 = 3;
 
-/// Reads the task from the first line. Afterwards the process exits as soon as standard input closes.
+/// Reads the task from the first line of standard input. From then on the process exits as soon as standard input closes.
 ///
 /// # Errors
-/// Fails when the task cannot be read.
+/// Fails when the line is not a valid task.
 pub fn read_task<Task: DeserializeOwned>() -> Result<Task, OneShotError> {
     let line = first_line()?;
     let task = serde_json::from_str(&line).map_err(failed("the task cannot be read"))?;
-    exit_with_server().map_err(failed("cannot watch for the server's end"))?;
+    exit_with_server().map_err(failed("cannot start the thread that watches standard input"))?;
     Ok(task)
 }
 
-/// Writes the report, or one line of it.
+/// Writes the report, or another line such as progress, to standard output.
 ///
 /// # Errors
 /// Fails when standard output is closed.
@@ -48,8 +49,8 @@ fn failed<E: Display>(what: &'static str) -> impl FnOnce(E) -> OneShotError {
 }
 
 fn first_line() -> Result<String, OneShotError> {
-    // Makes this process the first one that the kernel kills when memory runs out, before the server and workers with a job.
-    // Only Linux has this file.
+    // Makes this process the first one that the kernel kills when memory runs out, before the server and workers with a job. Only
+    // Linux has the file `oom_score_adj`.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     read_line().map_err(failed("cannot read the task"))
 }

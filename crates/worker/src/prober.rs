@@ -34,24 +34,25 @@ use crate::reward::webhook::Webhook;
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets};
 
-/// Stack size of the engine's thread, because sorting the graph of a long sequence is recursive. Only pages
+/// Stack size of the engine's thread: autograd sorts its graph recursively, and the graph of a long sequence is deep. Only pages
 /// that are touched use memory.
 const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
-/// Maximum number of completions in a report.
+/// Maximum number of example completions in a preflight's report.
 const MAX_SAMPLES: usize = 8;
-/// Maximum length of a prompt or completion in a report, in characters.
+/// Maximum length in characters of a prompt or completion in a preflight's report.
 const MAX_SAMPLE_CHARS: usize = 4_000;
-/// Maximum number of warnings in a report.
+/// Maximum number of warnings in a preflight's report.
 const MAX_WARNINGS: usize = 8;
-/// Fraction of the remaining time that a run may be expected to take.
+/// Fraction of the preflight's remaining time that the second, larger run is planned to take.
 const HEADROOM: f64 = 0.8;
 /// Time limit for `reward.ping`; shorter if the time limit of the preflight is short.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Runs `rlood probe`: reads a task, measures, and writes the report. The exit code is 0 even if the report contains an error.
+/// Runs `rlood probe`: reads the task, runs the preflight, and writes the report. The exit code is 0 even if the
+/// report contains an error.
 ///
 /// # Errors
-/// Fails when the task cannot be read or the report cannot be written.
+/// Fails when standard input has no valid task, or the report cannot be written to standard output.
 pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
     let begun = Instant::now();
     let task: ProbeTask = one_shot::read_task()?;
@@ -75,7 +76,7 @@ fn failed(code: &str, message: impl std::fmt::Display) -> ProbeError {
 
 async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<ProbeReport, ProbeError> {
     let ProbeTask { plan, secrets, allow_outgoing, model_dir, reward_models, initial, mut rows, limit_ms: _ } = task;
-    // The rows are shuffled, so that the part that fits into the time limit represents the whole dataset.
+    // The dataset's rows are shuffled, so that the part that fits into the preflight's time limit represents the whole dataset.
     let order = Key::new(plan.training.seed, Stream::Probe);
     rows.sort_by_key(|(row, _)| order.with(*row).bits());
     let policy = OutgoingPolicy::parse(&allow_outgoing).map_err(|error| failed("setting", error))?;
@@ -86,7 +87,7 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
     rewards.prepare().await.map_err(|error| failed("reward_not_usable", error))?;
     let scratch = tempfile::tempdir().map_err(|error| failed("scratch_error", error))?;
     let prompts = rows.iter().map(|(_, row)| prompt_row(row)).collect::<Option<Vec<PromptRow>>>();
-    let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row has no prompt"))?;
+    let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row of the dataset has no prompt"))?;
     let ping_timeout = PING_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()) / 6);
     let (ranges, remarks): (Vec<_>, Vec<_>) =
         ping_services(&limited, &secrets, &policy, ping_timeout).await.into_iter().unzip();
@@ -107,7 +108,7 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
         .name("engine".to_owned())
         .stack_size(ENGINE_STACK_BYTES)
         .spawn(move || {
-            // The receiver is dropped only during shutdown.
+            // Sending the report fails only during shutdown, when the receiver is dropped.
             let _ = sender.send(probe.run());
         })
         .map_err(|error| failed("thread", error))?;
@@ -119,7 +120,8 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
 
 /// Adapts a reward for the preflight: one attempt, short timeouts, and no failure that stops the other rewards.
 fn limit_reward(reward: &RewardPlan, deadline: Instant) -> RewardPlan {
-    // The timeout leaves enough time to report that a service does not answer.
+    // The timeout of a reward request ends before the preflight's own time limit, so that the report can say that a
+    // service does not answer.
     let left = deadline.saturating_duration_since(Instant::now()) / 3;
     let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1);
     let kind = reward.kind.with_service(|service| {
@@ -168,12 +170,12 @@ async fn ping_services(
     futures::future::join_all(asked).await
 }
 
-/// Data that moves to the engine's thread.
+/// Inputs of a preflight that move to the engine's thread.
 struct Probe {
     runtime: Handle,
     plan: Plan,
     rewards: Rewards,
-    /// Indices of the rows in the dataset.
+    /// Indices in the dataset of the rows that the preflight uses.
     numbers: Vec<u64>,
     prompts: Vec<PromptRow>,
     model_dir: PathBuf,
@@ -184,7 +186,8 @@ struct Probe {
 }
 
 impl Probe {
-    /// Runs one prompt, then all prompts in batches of the job's size or of the size that the time allows.
+    /// Runs the preflight: one prompt first, then all prompts in batches of the job's size or of the size that
+    /// the time limit allows.
     fn run(&self) -> ProbeReport {
         let asked = self.prompts.len();
         let batch = (self.plan.training.prompts_per_step as usize).clamp(1, asked.max(1));
@@ -192,13 +195,14 @@ impl Probe {
         let left = self.deadline.saturating_duration_since(Instant::now()).as_secs_f64() - first.loading_s();
         let affordable = (left * HEADROOM / first.step_s.max(1e-3)) as usize;
         let batch = batch.min(affordable);
-        // If the rewards had no value for the first prompt, they are not called for the others.
+        // If the rewards had no value for the first prompt's completions, they are not called for the other prompts.
         let scored = first.observed.iter().any(|one| one.sample.reward.is_some());
         let runs_again = first.error.is_none() && first.is_complete() && scored && batch > 0 && asked > 1;
         let (run, error) = if runs_again {
             let second = self.run_steps(batch, asked / batch);
             let error = second.error.clone();
-            // A second run that was cut short by the time limit and saw less is not used.
+            // If the time limit stopped the second run before it had as many completions as the first one, the
+            // first one is reported.
             (if second.observed.len() >= first.observed.len() { second } else { first }, error)
         } else {
             let error = first.error.clone();
@@ -236,23 +240,23 @@ impl Probe {
     fn plan_of_run(&self, prompts_per_step: usize, steps: usize) -> Plan {
         let mut plan = self.plan.clone();
         plan.eval = None;
-        // The preflight measures the base model, not the state after a warm-up.
+        // The preflight measures the model before any warm-up (supervised training before RLOO), so the plan's warm-up is removed.
         plan.warm_up = None;
         plan.rloo.steps_per_generation = 1;
         plan.rloo.num_iterations = 1;
-        // Resampling would request the same few prompts again.
+        // Resampling of groups without differences in reward is turned off: it would request the same few prompts again.
         plan.rloo.min_informative_groups = 0;
         plan.rloo.overlap = false;
-        // The run is too short for alert rules, and an alert must not end it.
+        // Alerts and early stopping are turned off: the run is too short for them, and they must not end it.
         plan.early_stopping = None;
         plan.doctor.on_alert = OnAlert::Note;
         plan.doctor.rules.clear();
         plan.training.prompts_per_step = u32::try_from(prompts_per_step).unwrap_or(u32::MAX);
         plan.training.max_steps = steps as u64;
-        // The loop samples from its training stream; a seed from the stream `probe` separates the two.
+        // A seed of its own gives the preflight other random numbers than the job's training, although both run the same loop.
         plan.training.seed = Key::new(plan.training.seed, Stream::Probe).bits();
         plan.training.shuffle_dataset = false;
-        // The chosen rows are used in order.
+        // The rows that were chosen for the preflight are used in order, so mixing of data sources is turned off.
         plan.dataset.sources.clear();
         plan.optimizer.learning_rate = 0.0;
         plan.optimizer.weight_decay = 0.0;
@@ -277,7 +281,7 @@ impl Probe {
     }
 }
 
-/// Returns `count` completions at even distances, with long texts truncated.
+/// Returns `count` of the scored completions at even distances, with long texts truncated.
 fn pick(observed: &[Observed], count: usize) -> Vec<ProbedSample> {
     let count = count.min(observed.len());
     let cut = |text: &str| match text.char_indices().nth(MAX_SAMPLE_CHARS) {
@@ -291,7 +295,7 @@ fn pick(observed: &[Observed], count: usize) -> Vec<ProbedSample> {
     (0..count).map(sample).collect()
 }
 
-/// Converts an error of the engine into an error of the report.
+/// Converts an error of the engine into an error of the preflight's report.
 fn probe_error(error: &EngineError) -> ProbeError {
     let code = match error {
         EngineError::Host(failure) => failure.code.as_str(),

@@ -1,5 +1,5 @@
-//! A reward model with its tokenizer: scores conversations. Used for a job's `reward_model` reward and by `rlood
-//! reward-server`. The functions block: async code must call them in `spawn_blocking`.
+//! Scores conversations with a reward model and its tokenizer, for a job's `reward_model` reward and for `rlood reward-server`. The
+//! functions block: async code must call them in `spawn_blocking`.
 
 mod local;
 
@@ -20,19 +20,19 @@ pub use local::LocalRewardModels;
 /// Settings of a reward model.
 #[derive(Debug, Clone)]
 pub struct ScorerOptions {
-    /// Directory of the model.
+    /// Directory of the reward model.
     pub dir: PathBuf,
-    /// Backend that computes the scores.
+    /// Compute backend (CPU or GPU) that runs the model.
     pub backend: BackendKind,
-    /// Precision of a decoder's matrices.
+    /// Precision in which the weight matrices of a decoder model are kept.
     pub dtype: ComputeDtype,
-    /// Label whose score is the reward; optional if the model has one label.
+    /// Label of the model whose score is the reward; optional if the model has one label.
     pub label: Option<String>,
     /// Format of the text that the model reads.
     pub format: RewardTextFormat,
-    /// Maximum number of tokens; longer texts lose their beginning. `None` uses the model's maximum.
+    /// Maximum number of tokens that the model reads; the beginning of longer texts is cut off. `None` uses the model's maximum.
     pub max_length: Option<u32>,
-    /// Variables of the chat template.
+    /// Additional variables for the model's chat template.
     pub chat_template_kwargs: Map<String, Value>,
 }
 
@@ -42,12 +42,12 @@ pub enum ScorerError {
     /// The model's files cannot be used.
     #[error("the reward model cannot be used")]
     Model(#[from] EngineError),
-    /// A setting is not valid for the model.
+    /// A setting of the reward is not valid for this model.
     #[error("{0}")]
     Setting(String),
 }
 
-/// A conversation to score.
+/// A prompt and its completion, to be scored.
 #[derive(Debug, Clone, Copy)]
 pub struct Conversation<'a> {
     /// The prompt as chat messages, if it was given in this form.
@@ -58,12 +58,12 @@ pub struct Conversation<'a> {
     pub completion: &'a str,
 }
 
-/// The score of one conversation.
+/// The reward model's score of one conversation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scored {
-    /// Raw logit of the label.
+    /// Raw logit of the reward's label.
     pub reward: f64,
-    /// Scores of all labels, if there are several.
+    /// Scores of all labels, if the model has several.
     pub scores: Vec<(String, f64)>,
     /// Number of tokens that the model read.
     pub num_tokens: usize,
@@ -72,7 +72,7 @@ pub struct Scored {
 }
 
 impl Scored {
-    /// Returns the metrics that are reported with the reward.
+    /// Returns the metrics of a scored conversation: number of tokens, truncation, and the scores of all labels.
     pub fn metrics(&self) -> Map<String, Value> {
         let mut metrics = Map::new();
         metrics.insert("num_tokens".to_owned(), json!(self.num_tokens));
@@ -95,7 +95,7 @@ pub struct Scorer {
 }
 
 impl Scorer {
-    /// Loads the model, which takes as long as reading the weights.
+    /// Loads the reward model, which takes as long as reading the weights.
     ///
     /// # Errors
     /// Fails when the files or the settings cannot be used; the message says which, and what to do.
@@ -105,7 +105,8 @@ impl Scorer {
         let label = card.label_index(label.as_deref()).map_err(ScorerError::Setting)?;
         let max_tokens = max_length.map_or(card.max_tokens, |max| max as usize);
         if max_tokens == 0 || max_tokens > card.max_tokens {
-            let detail = format!("max_length is {max_tokens}; for this model it must be 1 to {}", card.max_tokens);
+            let detail =
+                format!("max_length is {max_tokens}; for this model max_length must be 1 to {}", card.max_tokens);
             return Err(ScorerError::Setting(detail));
         }
         let text = read_text(dir, max_tokens).map_err(EngineError::from)?;
@@ -117,7 +118,7 @@ impl Scorer {
         Ok(Scorer { model, text, label, format: *format, chat_template_kwargs: chat_template_kwargs.clone() })
     }
 
-    /// Returns the model's metadata.
+    /// Returns the reward model's metadata.
     pub fn card(&self) -> &ClassifierCard {
         self.model.card()
     }
@@ -142,7 +143,7 @@ impl Scorer {
                 Ok((ids, truncated)) => {
                     let scores = scores.next().unwrap_or_default();
                     let reward = scores.get(self.label).copied().map(f64::from);
-                    let reward = reward.ok_or_else(|| EngineError::Input("a score is missing".to_owned()))?;
+                    let reward = reward.ok_or_else(|| EngineError::Input("the model returned no score".to_owned()))?;
                     let named = self.card().labels.iter().cloned().zip(scores.into_iter().map(f64::from));
                     let scores = if self.card().labels.len() > 1 { named.collect() } else { Vec::new() };
                     Ok(Scored { reward, scores, num_tokens: ids.len(), truncated })
@@ -162,7 +163,8 @@ impl Scorer {
             (RewardTextFormat::Auto, _) => RewardTextFormat::Text,
             (format, _) => format,
         };
-        // A chat template writes special tokens itself. For an encoder, whose first token is scored, the tokenizer adds them.
+        // A chat template writes special tokens into the text itself. For an encoder, whose first token is scored,
+        // the tokenizer adds them.
         let (ids, truncated) = match format {
             RewardTextFormat::Chat => {
                 let content =
@@ -179,7 +181,7 @@ impl Scorer {
             }
         };
         match ids.is_empty() {
-            true => Err(TextError::Tokenizer("the text has no token".to_owned())),
+            true => Err(TextError::Tokenizer("the text to score has no tokens".to_owned())),
             false => Ok((ids, truncated)),
         }
     }
@@ -191,8 +193,8 @@ fn read_text(dir: &Path, max_tokens: usize) -> Result<Text, TextError> {
     Ok(text)
 }
 
-/// Returns the whole conversation. The completion is a separate message even after an assistant message,
-/// as in the policy's prompt.
+/// Returns the messages of the whole conversation. The completion is a separate message even after an assistant message, as in the
+/// prompt of the trained model.
 fn chat(messages: Option<&[Value]>, prompt: &str, completion: &str) -> Vec<Value> {
     let mut all = match messages {
         Some(messages) => messages.to_vec(),

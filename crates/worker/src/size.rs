@@ -1,4 +1,4 @@
-//! Parsing and formatting of sizes.
+//! Parses and formats sizes in bytes, such as `512M` or `12.3 GB`.
 
 /// Units of a size, in bytes. Two-letter units are decimal, as for disks; the others are powers of 1024.
 const UNITS: [(&str, u64); 14] = [
@@ -21,7 +21,7 @@ const UNITS: [(&str, u64); 14] = [
 /// Parses a number of bytes, or a number with a unit: `512M`, `12G` (powers of 1024), `200GB` (powers of 1000).
 ///
 /// # Errors
-/// Returns the expected format.
+/// Returns a message with the expected format.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let refused = || {
         format!("'{text}' is not a size: must be a number of bytes, or a number with a unit such as 512M, 12G or 200GB")
@@ -38,7 +38,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 pub fn format_size(bytes: u64) -> String {
     let (mut value, mut unit) = (bytes as f64, "bytes");
     for larger in ["kB", "MB", "GB", "TB"] {
-        // A larger value would be rounded to 1000.
+        // A value from 999.5 would be rounded to 1000, so it gets the next unit.
         if value < 999.5 {
             break;
         }

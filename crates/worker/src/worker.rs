@@ -48,11 +48,11 @@ use crate::protocol::{ClaimRequest, Finish, Outcome, PROTOCOL, Register, Registe
 use crate::reward::client::{Pace, RewardClient};
 use client::{ClaimRef, Client, ClientError, with_retries};
 
-/// How long the server may hold a claim request, in milliseconds.
+/// How long the server may hold a worker's request for a job while the queue is empty, in milliseconds.
 const CLAIM_WAIT_MS: u64 = 20_000;
-/// Pause after a failed claim request.
+/// Pause after a failed request for a job.
 const CLAIM_RETRY: Duration = Duration::from_secs(1);
-/// Time limit for returning a job that this version cannot run.
+/// Time limit for returning a job to the queue that this version of the worker cannot run.
 const GIVE_BACK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Exit code when the server is gone.
 const EXIT_ORPHAN: i32 = 3;
@@ -63,13 +63,13 @@ const EXIT_DEVICE: u8 = 4;
 /// Exit code when a built-in reward does not stop computing.
 const EXIT_GRADING: u8 = 5;
 
-/// The engine's entry point. Tests replace it.
+/// The engine function that trains a job. Tests replace it.
 type TrainFn = fn(TrainInput<'_>, &mut dyn Host) -> Result<(), RunEnd>;
 
 /// Reason why a worker could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
-    /// A setting is not valid.
+    /// A setting of the worker is not valid.
     #[error("{0}")]
     Setting(String),
     /// The server rejects this worker.
@@ -77,11 +77,11 @@ pub enum WorkerError {
     Server {
         /// Address of the server.
         server: String,
-        /// Error of the request.
+        /// Error of the worker's registration.
         #[source]
         source: ClientError,
     },
-    /// A system call failed.
+    /// A system call of the worker failed.
     #[error("cannot {doing}")]
     System {
         /// Name of the operation that failed.
@@ -103,15 +103,16 @@ struct Worker {
     /// Directory and size limit of the model cache. `None` for a child of the server, which reads models at the server's paths.
     cache: Option<(PathBuf, Option<u64>)>,
     leaving: CancellationToken,
-    /// Set on SIGTERM, when the machine is being taken away. Not set on Ctrl-C, or when the server itself shuts down.
+    /// Set by SIGTERM, which announces that the machine is being taken away. Not set by Ctrl-C, or when the
+    /// server itself shuts down.
     preempted: Arc<AtomicBool>,
-    /// Time from the signal until the process must exit.
+    /// Time from SIGTERM or SIGINT until this process must exit.
     leave_within: Duration,
     heartbeat_ms: std::sync::atomic::AtomicU64,
     train: TrainFn,
-    /// Factor on the waits for rewards.
+    /// Factor on the waits of reward requests; 1 except in tests.
     reward_pace: Pace,
-    /// Kept from job to job while the outgoing address policy stays the same.
+    /// HTTP connections for rewards, kept from job to job while the policy for outgoing addresses stays the same.
     reward_client: Mutex<Option<RewardClient>>,
 }
 
@@ -120,7 +121,7 @@ struct Worker {
 /// # Errors
 /// Fails when the server rejects this worker or is unreachable for a long time.
 pub fn run(args: WorkerArgs) -> LocalBoxFuture<'static, Result<ExitCode, WorkerError>> {
-    // Boxing the future compiles it in this crate, instead of in each crate that polls it.
+    // The boxed future is compiled in this crate, instead of in each crate that polls it.
     Box::pin(run_worker(args))
 }
 
@@ -211,14 +212,14 @@ impl Worker {
         };
         let Registered { heartbeat_ms, lease_ms, protocol } =
             with_retries(|| self.client.register(&register), ClientError::is_transient).await?;
-        // A server that checks the protocol version has rejected the request itself.
+        // A current server rejects a worker with another protocol version itself; this check is for older servers.
         if protocol != PROTOCOL {
             return Err(ClientError::OtherProtocol(format!(
                 "the server is older than this worker (worker protocol {protocol}, this worker's is {PROTOCOL}): update \
                  and restart the server, or run the worker with its rlood"
             )));
         }
-        // A lease must cover several heartbeats, whatever the server says.
+        // The claim's lease must cover several heartbeats, whatever interval the server asks for.
         let heartbeat_ms = heartbeat_ms.min(lease_ms / 3).max(50);
         self.heartbeat_ms.store(heartbeat_ms, Ordering::Relaxed);
         tracing::info!(worker = %self.id, device = self.device, threads = self.threads, "registered");
@@ -229,7 +230,7 @@ impl Worker {
     async fn give_back(&self, claim_ref: ClaimRef) {
         let finish = Finish { attempt: claim_ref.attempt, outcome: Outcome::Requeued };
         let given = with_retries(|| self.client.finish(claim_ref, &finish), ClientError::is_transient);
-        // If this fails, the claim expires and the attempt counts as failed.
+        // If the job cannot be returned, the claim expires and the attempt counts as failed.
         if let Ok(Err(error)) = tokio::time::timeout(GIVE_BACK_TIMEOUT, given).await {
             tracing::warn!(job = %claim_ref.job, error = with_causes(&error), "the job could not be given back");
         }
@@ -249,8 +250,8 @@ impl Worker {
     }
 }
 
-/// Exits the process on a panic outside of the engine's threads, which report panics themselves. Otherwise a worker whose
-/// heartbeats or events have stopped would keep its job.
+/// Exits the worker on a panic outside of the engine's threads, which report panics themselves. A worker whose task for heartbeats
+/// or events has panicked must not keep its job.
 fn exit_on_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -262,7 +263,7 @@ fn exit_on_panic() {
     }));
 }
 
-/// Returns the given directory, or a temporary one that is removed on exit.
+/// Returns the scratch directory: the given one, or a temporary one that is removed on exit.
 fn scratch_dir(given: Option<PathBuf>) -> Result<(PathBuf, Option<tempfile::TempDir>), WorkerError> {
     let system = |source| WorkerError::System { doing: "create the scratch directory", source };
     match given {
@@ -277,8 +278,8 @@ fn scratch_dir(given: Option<PathBuf>) -> Result<(PathBuf, Option<tempfile::Temp
     }
 }
 
-/// Cancels the returned token on SIGTERM or SIGINT. SIGTERM also sets `preempted`, which is `None` for a child, because the
-/// server sends the signal to it.
+/// Returns a token that is cancelled on SIGTERM or SIGINT. SIGTERM also sets `preempted`, which is `None` for a child process of
+/// the server, because there the signal comes from the server.
 fn stop_on_signal(preempted: Option<Arc<AtomicBool>>) -> Result<CancellationToken, WorkerError> {
     let system = |source| WorkerError::System { doing: "listen for signals", source };
     let mut terminate = signal(SignalKind::terminate()).map_err(system)?;
@@ -313,7 +314,7 @@ fn exit_with_server() -> Result<(), WorkerError> {
                 Ok(_) | Err(_) => {}
             }
         }
-        // Nothing is logged, because the reader of standard error is gone too, and writing would fail.
+        // The exit is not logged: the server that reads standard error is gone too, so writing would fail.
         end_process(EXIT_ORPHAN);
     };
     std::thread::Builder::new()

@@ -15,9 +15,9 @@ use crate::target::{Flags, Target, Variables, is_loopback};
 
 /// Environment variable that tells `rlood` to print completions instead of running a command.
 pub const VARIABLE: &str = "COMPLETE";
-/// Time limit for the request to the server, since the user is waiting at the prompt.
+/// Time limit for the request of the job list, since the user is waiting at the shell's prompt.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
-/// The largest number of jobs to offer as completions, newest first.
+/// Maximum number of jobs whose ids are offered as completions, newest first.
 const MAX_CANDIDATES: usize = 50;
 
 /// Flags of `rlood completions`.
@@ -29,7 +29,7 @@ pub struct Completions {
 }
 
 /// # Errors
-/// Fails when the script cannot be written.
+/// Fails when the completion script cannot be written.
 pub fn run(args: &Completions) -> Result<u8, CliError> {
     let shells = Shells::builtins();
     let Some(shell) = shells.completer(&args.shell) else {
@@ -37,18 +37,18 @@ pub fn run(args: &Completions) -> Result<u8, CliError> {
     };
     let mut script = Vec::new();
     let written = shell.write_registration(VARIABLE, "rlood", "rlood", "rlood", &mut script);
-    written.map_err(CliError::local("write the script"))?;
+    written.map_err(CliError::local("write the completion script"))?;
     let out = crate::output::Out::new(false, crate::output::Color::Never);
     out.text(&String::from_utf8_lossy(&script))?;
     Ok(0)
 }
 
-/// Offers job ids for the completion of an argument.
+/// Returns the completer for arguments that name jobs: offers the server's job ids.
 pub fn jobs() -> ArgValueCandidates {
     ArgValueCandidates::new(candidates)
 }
 
-/// Lists jobs of the server that the environment and the profiles select. Errors are ignored, because an error message would
+/// Lists the jobs of the server that the environment or a profile selects. Errors are ignored, because an error message would
 /// disturb the command line that the user is typing.
 fn candidates() -> Vec<CompletionCandidate> {
     let mut found = vec![CompletionCandidate::new("@last").help(Some("the most recently submitted job".into()))];

@@ -122,7 +122,7 @@ pub async fn run(context: &Context, args: &Datasets) -> Result<u8, CliError> {
     Ok(0)
 }
 
-/// Finds a dataset by its id or its name, and returns its id.
+/// Finds a dataset on the server by its id or name, and returns its id.
 async fn find(context: &Context, word: &str) -> Result<String, CliError> {
     if word.parse::<DatasetId>().is_ok() {
         return Ok(word.to_owned());
@@ -138,7 +138,7 @@ async fn find(context: &Context, word: &str) -> Result<String, CliError> {
         several => {
             let ids: Vec<&str> = several.iter().map(|dataset| text(dataset, "id")).collect();
             Err(CliError::Usage(format!(
-                "{1} datasets are named '{0}'; use the id of one of them: {2}",
+                "{1} datasets have the name '{0}'; use the id of one of them: {2}",
                 clean(word),
                 several.len(),
                 ids.join(", ")
@@ -182,7 +182,7 @@ async fn upload(context: &Context, args: &Upload) -> Result<(), CliError> {
     context.out.line(id)
 }
 
-/// Builds the recipe for the rows from the flags; `None` when the rows are uploaded unchanged.
+/// Builds the settings by which the server converts the uploaded rows from the flags; `None` when the rows are uploaded unchanged.
 fn recipe(args: &Upload) -> Result<Option<Recipe>, CliError> {
     let Upload { file: _, name: _, map, prompt, system, limit, seed } = args;
     let mut value = match map {

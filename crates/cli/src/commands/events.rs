@@ -65,7 +65,7 @@ async fn follow(context: &Context, id: JobId, after: i64) -> Result<Value, CliEr
         match update {
             Some(JobUpdate::Event(_)) if context.out.json => context.out.json(updates.last_json())?,
             Some(JobUpdate::Event(_)) => {
-                // `updates` parsed this text before, so parsing it again cannot fail.
+                // The client parsed the event's text before, so parsing it again cannot fail.
                 let event = serde_json::from_str(updates.last_json()).unwrap_or_default();
                 print(context, &event)?;
             }

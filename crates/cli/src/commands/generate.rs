@@ -54,7 +54,7 @@ pub struct Generate {
 /// # Errors
 /// Fails when the job has no checkpoint, or the server cannot generate.
 pub async fn run(context: &Context, args: &Generate) -> Result<u8, CliError> {
-    // The checkpoint is resolved as in `rlood pull`, so that a name means the same checkpoint in both commands.
+    // The checkpoint's name is resolved as in `rlood pull`, so that a name means the same checkpoint in both commands.
     let checkpoint = names::checkpoint(context, &args.checkpoint).await?;
     let body = request(args, checkpoint.step)?;
     let job = checkpoint.job_id.to_string();

@@ -1,5 +1,5 @@
-//! Manages API keys through a server's API. The command `rlood keys` itself is defined in the server's crate, because it also
-//! works on a data directory without a server.
+//! Manages API keys through a server's API, for `rlood keys`. The command itself is defined in the server's crate, because it can
+//! also manage the keys in a data directory without a running server.
 
 use std::process::ExitCode;
 
@@ -22,7 +22,7 @@ pub enum Action {
         name: String,
         /// Scopes that the key grants.
         scopes: Vec<Scope>,
-        /// Owner whose jobs, datasets and models the key can access; `None` makes the key its own owner.
+        /// Owner whose jobs, datasets and models the key can access; `None` creates a new owner for the key.
         owner: Option<String>,
         /// Seconds until the key expires; `None` means never.
         expires_in_s: Option<i64>,
@@ -33,7 +33,7 @@ pub enum Action {
     Revoke(KeyId),
 }
 
-/// Runs an action on keys through the API. Errors are printed to standard error.
+/// Creates, lists or revokes API keys through the API. Errors are printed to standard error.
 pub async fn run(common: &Common, action: &Action) -> ExitCode {
     let work = async |context: &Context| {
         match action {

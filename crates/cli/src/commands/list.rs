@@ -45,7 +45,7 @@ pub struct List {
 fn parse_state(text: &str) -> Result<&'static str, String> {
     let known = State::ALL.map(State::as_str);
     let found = known.into_iter().find(|state| *state == text);
-    found.ok_or_else(|| format!("'{text}' is not a state; must be one of {}", known.join(", ")))
+    found.ok_or_else(|| format!("'{text}' is not a job state; must be one of {}", known.join(", ")))
 }
 
 fn parse_label(text: &str) -> Result<(String, String), String> {
@@ -55,11 +55,11 @@ fn parse_label(text: &str) -> Result<(String, String), String> {
 }
 
 /// # Errors
-/// Fails when the server does not answer with a list.
+/// Fails when the server does not answer with a list of jobs.
 pub async fn run(context: &Context, args: &List) -> Result<u8, CliError> {
     let List { state, name, model, labels, limit, quiet, common: _ } = args;
     let mut call = context.client.raw_get(&["jobs"]).query_if("model", model.as_ref());
-    // The API filters by one state only; several states are filtered below.
+    // The API can filter jobs by one state only; jobs in several states are selected below.
     if let [state] = state.as_slice() {
         call = call.query("state", state);
     }

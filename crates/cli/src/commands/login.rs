@@ -81,8 +81,8 @@ pub async fn run(args: &Login) -> Result<u8, CliError> {
 
 fn ask_key() -> Result<String, CliError> {
     let mut terminal = console::Term::stderr();
-    std::io::Write::write_all(&mut terminal, b"API key: ").map_err(CliError::local("ask for the key"))?;
-    trim_key(&terminal.read_secure_line().map_err(CliError::local("read the key"))?)
+    std::io::Write::write_all(&mut terminal, b"API key: ").map_err(CliError::local("ask for the API key"))?;
+    trim_key(&terminal.read_secure_line().map_err(CliError::local("read the API key"))?)
 }
 
 /// Reads the API key from standard input, for scripts.
@@ -94,7 +94,7 @@ fn piped_key(server: &str) -> Result<String, CliError> {
     })
 }
 
-/// Returns whether the server rejects requests without a key.
+/// Returns whether the server rejects requests without an API key.
 async fn needs_key(profile: &Profile) -> Result<bool, CliError> {
     match client_of(&Target::of_profile(profile)?)?.raw_get(&["session"]).send().await {
         Ok(_) => Ok(false),
@@ -110,18 +110,20 @@ fn read_key(path: &Path) -> Result<String, CliError> {
     } else {
         std::fs::read_to_string(path).map(|read| text = read)
     };
-    read.map_err(|error| CliError::Usage(format!("--key-file: cannot read {}: {error}", path.display())))?;
+    read.map_err(|error| {
+        CliError::Usage(format!("--key-file: cannot read the API key from {}: {error}", path.display()))
+    })?;
     trim_key(text.lines().next().unwrap_or_default())
 }
 
 fn trim_key(key: &str) -> Result<String, CliError> {
     match key.trim() {
-        "" => Err(CliError::Usage("the key is empty".to_owned())),
+        "" => Err(CliError::Usage("the API key is empty".to_owned())),
         key => Ok(key.to_owned()),
     }
 }
 
-/// Returns the host name in an address, which becomes the name of the profile.
+/// Returns the host name in a server's address, the default name of the profile.
 fn host(server: &str) -> &str {
     let rest = server.split_once("://").map_or(server, |(_, rest)| rest);
     rest.split(['/', ':']).next().filter(|host| !host.is_empty()).unwrap_or("default")

@@ -14,9 +14,9 @@ use crate::listing::Listing;
 use crate::names;
 use crate::output::{clean_lines, shown};
 
-/// How often the server is polled for new lines.
+/// How often the server is polled for new lines of the job's log.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Lines requested per page, the largest number that the API allows.
+/// Number of log lines requested per page, the maximum that the API allows.
 const PAGE: usize = 100;
 
 /// Flags of `rlood logs`.
@@ -60,13 +60,13 @@ pub async fn run(context: &Context, args: &Logs) -> Result<u8, CliError> {
     Ok(0)
 }
 
-/// Prints lines until the job finishes, and returns the job.
+/// Prints log lines until the job finishes, and returns the job.
 async fn follow(context: &Context, id: JobId, tail: Option<usize>) -> Result<Value, CliError> {
     let mut outage = OutageRetry::default();
     let mut lines = NewLines { id, after: None, seen: 0 };
     let mut first = true;
     loop {
-        // The job is read before the lines: when the job is finished, all its lines are then among those read next.
+        // The job is read before its log lines: if the job has finished by then, the next lines are the last ones.
         let job = context.client.raw_get(&["jobs", &id.to_string()]).send().await;
         let Some(job) = outage.unwrap_or_wait(&context.out, job).await? else { continue };
         let mut new = VecDeque::new();
@@ -88,7 +88,7 @@ async fn follow(context: &Context, id: JobId, tail: Option<usize>) -> Result<Val
     }
 }
 
-/// Reads the lines of a job that were not read before.
+/// Reads those log lines of a job that were not read before.
 struct NewLines {
     id: JobId,
     /// Cursor of the last page, to which the server appends new lines.

@@ -1,4 +1,4 @@
-//! Merges a checkpoint into its base model on the server, then downloads and verifies the result.
+//! Merges a checkpoint (LoRA adapter) into its base model on the server, then downloads and verifies the merged model.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,12 +15,12 @@ use crate::names;
 use crate::output::{clean_lines, format_bytes, shown};
 use crate::transfer::{Staging, is_downloaded, with_bar};
 
-/// Precisions that a merged model can have.
+/// Names of the precisions (dtypes) that a merged model can have.
 pub const DTYPES: [&str; 3] = ["float32", "float16", "bfloat16"];
-/// How often the state of an export is polled.
+/// How often the server is asked for the state of an export (the merge of a checkpoint).
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Merges a checkpoint on the server and downloads the result. An export that exists already is used again.
+/// Merges a checkpoint on the server and downloads the merged model. An existing export of the checkpoint is used again.
 ///
 /// # Errors
 /// Fails when the checkpoint does not exist, the server cannot merge it, or the download fails.
@@ -64,19 +64,19 @@ pub async fn pull(context: &Context, name: &str, dtype: Option<&str>, output: Op
     Ok(0)
 }
 
-/// Finds a queued, running or finished export with this precision.
+/// Finds a queued, running or finished export of a checkpoint with the requested precision.
 async fn existing(context: &Context, checkpoint: &str, dtype: Option<&str>) -> Result<Option<Value>, CliError> {
     let listing = Listing::whole(context.client.raw_get(&["checkpoints", checkpoint, "exports"])).await?;
     let is_usable = |export: &Value| {
         text(export, "format") == "merged"
-            // Without an explicit dtype the server chooses one, and returns the existing export if there is one.
+            // If no dtype is requested, the server chooses one, and returns an existing export if there is one.
             && dtype.is_some_and(|dtype| text(export, "dtype") == dtype)
             && matches!(text(export, "state"), "queued" | "running" | "succeeded")
     };
     Ok(listing.items.into_iter().find(is_usable))
 }
 
-/// Polls an export until it finishes. Returns the export, and the response it was read from.
+/// Asks the server for the state of an export until the export has finished. Returns the export as JSON and as the response's text.
 async fn finished(context: &Context, id: &str) -> Result<(Value, String), CliError> {
     let mut outage = OutageRetry::default();
     let mut last_line = String::new();
@@ -91,14 +91,14 @@ async fn finished(context: &Context, id: &str) -> Result<(Value, String), CliErr
     }
 }
 
-/// Reports how much of the weight update survived the rounding to the export's precision.
+/// Reports how much of the adapter's weight update survived the rounding to the export's precision.
 fn report_surviving_update(context: &Context, export: &Value) {
     if let (Some(fraction), Some(cosine)) =
         (export["survived"]["fraction"].as_f64(), export["survived"]["cosine"].as_f64())
     {
         let dtype = shown(&export["dtype"]);
         context.out.note(format!(
-            "{:.1} % of the weight update survives rounding to {dtype}, cosine {cosine:.3}",
+            "{:.1} % of the weight update survives rounding to {dtype}, cosine similarity {cosine:.3}",
             fraction * 100.0
         ));
     }

@@ -13,7 +13,7 @@ use crate::listing::Listing;
 use crate::output::{NONE, Table, clean, format_age, format_bytes, format_duration, shown};
 use crate::target::is_loopback;
 
-/// How often the progress of a download is polled.
+/// How often the server is asked for the progress of a model's download.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Flags of `rlood models`.
@@ -142,8 +142,7 @@ async fn add(
 ) -> Result<u8, CliError> {
     let body = match path {
         Some(path) => {
-            // The server has the same file system when its address is a loopback address, so a relative
-            // path can be resolved here.
+            // A server with a loopback address runs on this machine, so a relative PATH can be resolved here.
             let path = match path.is_absolute() {
                 true => path.to_owned(),
                 false if is_loopback(&context.target.server) => {
@@ -181,7 +180,10 @@ async fn add(
                 context.out.note(state(model));
             }
             if text(model, "state") == "failed" {
-                return Err(CliError::Failed(format!("the download failed: {}", clean(text(model, "problem")))));
+                return Err(CliError::Failed(format!(
+                    "the download of the model failed: {}",
+                    clean(text(model, "problem"))
+                )));
             }
             return Ok(0);
         }

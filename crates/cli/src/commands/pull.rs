@@ -12,9 +12,9 @@ use crate::names;
 use crate::output::format_bytes;
 use crate::transfer::{Staging, is_downloaded, with_bar};
 
-/// File that lists a checkpoint's files with their hashes.
+/// File in a checkpoint that lists the checkpoint's files with their hashes.
 const MANIFEST: &str = "manifest.json";
-/// Files that only training needs. A program that loads the weights does not read them.
+/// Files of a checkpoint that only training needs. Programs that load the weights do not read these files.
 const TRAINING_FILES: [&str; 7] = [
     "optimizer.safetensors",
     "trainer_state.json",
@@ -68,7 +68,7 @@ pub async fn run(context: &Context, args: &Pull) -> Result<u8, CliError> {
     adapter(context, &args.checkpoint, args.output.as_deref(), args.all).await
 }
 
-/// Downloads the checkpoint's own files, without merging them.
+/// Downloads the files of a checkpoint (a LoRA adapter) as they are.
 ///
 /// # Errors
 /// Fails for the same reasons as [`run`].
@@ -95,7 +95,7 @@ pub async fn adapter(context: &Context, name: &str, output: Option<&Path>, all: 
     Ok(0)
 }
 
-/// Compares the server's list of files with the manifest that the worker wrote.
+/// Compares the server's list of a checkpoint's files with the manifest that the worker wrote.
 async fn check_manifest(context: &Context, checkpoint: &Checkpoint) -> Result<(), CliError> {
     let manifest = context.client.get_manifest(checkpoint.id).await?;
     let listed: Vec<FileEntry> = serde_json::from_value(manifest["files"].clone())

@@ -10,7 +10,7 @@ use crate::listing::Listing;
 use crate::names;
 use crate::output::{clean, clean_lines, format_number, shown};
 
-/// Characters of a text that are shown without --full.
+/// Maximum number of characters of a prompt or completion that are shown without --full.
 const MAX_SHOWN_CHARS: usize = 300;
 
 /// Flags of `rlood samples`.

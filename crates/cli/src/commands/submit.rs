@@ -78,7 +78,8 @@ pub async fn run(context: &Context, args: &Submit) -> Result<u8, CliError> {
         )));
     }
     if let Some(path) = dataset {
-        // A path on the command line is relative to the current directory, a path in the job file to the file's folder.
+        // A dataset path on the command line is relative to the current directory; a path in the job file is relative
+        // to the file's folder.
         let path = std::path::absolute(path).map_err(CliError::local("read --dataset"))?;
         job.document["dataset"] = json!(path);
     }
@@ -107,7 +108,7 @@ pub async fn run(context: &Context, args: &Submit) -> Result<u8, CliError> {
     };
     let answer = client.raw_post(&["jobs"]).document(&document).send().await.map_err(report_settings)?;
     let id = text(&answer.value, "id").to_owned();
-    // Without this file only @last fails in later commands, so the error is not fatal.
+    // If the job cannot be saved as @last, later commands cannot use @last, but the job is submitted.
     if let Err(error) = profiles::save_last_job(&context.target.name(), &id) {
         context.out.note(format!("cannot save this job as @last: {error}"));
     }
@@ -184,7 +185,7 @@ fn show_validation(context: &Context, settings: &[Setting], answer: &RawAnswer) 
         return Ok(EXIT_USAGE);
     }
     let plan = &validation["plan"];
-    out.line("valid; nothing was submitted")?;
+    out.line("the job is valid; nothing was submitted")?;
     out.line(format!("model    {}", shown(&plan["model"]["id"])))?;
     out.line(format!("dataset  {}, {} rows", shown(&plan["dataset"]["id"]), shown(&plan["dataset"]["num_rows"])))?;
     out.line(format!("steps    {}", shown(&plan["totals"]["optimizer_steps"])))?;

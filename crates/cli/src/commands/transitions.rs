@@ -126,7 +126,7 @@ pub async fn resume(context: &Context, args: &Resume) -> Result<u8, CliError> {
     send_transitions(context, &args.jobs, "resume", done).await
 }
 
-/// Sends the request `verb` for each job. A job that is already in the requested state counts as done.
+/// Sends a request such as `cancel` for each job. A job that is already in the requested state counts as done.
 async fn send_transitions(
     context: &Context,
     words: &[String],
@@ -189,7 +189,7 @@ fn print(context: &Context, answer: &RawAnswer) -> Result<(), CliError> {
     context.out.line(format!("{}  {}{requested}", shown(&job["id"]), shown(&job["state"])))
 }
 
-/// Prints a job that was created. Prints only its id when standard output is not a terminal.
+/// Prints a job that was created by a retry or fork. Prints only the id when standard output is not a terminal.
 fn print_created(context: &Context, answer: &RawAnswer) -> Result<(), CliError> {
     let id = text(&answer.value, "id");
     if let Err(error) = profiles::save_last_job(&context.target.name(), id) {
@@ -222,7 +222,7 @@ pub async fn fork(context: &Context, args: &Fork) -> Result<u8, CliError> {
         None => json!({}),
     };
     for setting in settings {
-        // The server replaces a list as a whole, so a single item of the old job's list cannot be changed here.
+        // The server replaces a list of the old job's settings as a whole, so `--set` cannot change a single item of a list.
         setting.apply(&mut own).map_err(|error| {
             CliError::Usage(format!("{error}; to change a list of the old job, set the whole list"))
         })?;

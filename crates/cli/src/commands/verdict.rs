@@ -12,11 +12,11 @@ use crate::follow::{OutageRetry, interruptible, report_progress, text};
 use crate::names::{self, CheckpointName, Pick};
 use crate::output::{clean_lines, format_number, shown};
 
-/// How often the state of a verdict is polled.
+/// How often the server is asked for the state of a verdict (the comparison of trained model and base model).
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Characters of a text that are shown.
+/// Maximum number of characters of a completion that are shown.
 const MAX_SHOWN_CHARS: usize = 160;
-/// Rows shown of those won, and of those lost.
+/// Maximum number of example rows that are shown: of those that the trained model won, and of those that it lost.
 const MAX_SHOWN_ROWS: usize = 2;
 
 /// Flags of `rlood verdict`.
@@ -84,7 +84,7 @@ pub async fn run(context: &Context, args: &Verdict) -> Result<u8, CliError> {
     Ok(exit_code(&verdict))
 }
 
-/// Returns the newest verdict, or starts a new one.
+/// Returns the newest verdict of a job, or starts a new comparison.
 async fn start_or_find(
     context: &Context,
     job: &str,
@@ -101,7 +101,7 @@ async fn start_or_find(
             body[name] = value;
         }
     }
-    // An existing verdict may have used other settings, so it is not returned when a flag asks for specific ones.
+    // An existing verdict may have used other settings, so it is not returned when a flag sets one of them.
     if !args.new && body == json!({}) {
         match context.client.raw_get(&["jobs", job, "verdict"]).send().await {
             Ok(answer) => return Ok(answer.value),
@@ -205,7 +205,7 @@ fn print(context: &Context, verdict: &Value) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Returns the beginning of a text, on one line.
+/// Returns the beginning of a completion, on one line.
 fn beginning(text: &str) -> String {
     let line = clean_lines(text).split_whitespace().collect::<Vec<_>>().join(" ");
     match line.char_indices().nth(MAX_SHOWN_CHARS) {
@@ -237,8 +237,8 @@ fn sign(value: f64) -> &'static str {
 
 fn guard(guard: &Value) -> String {
     let fell = match guard["fell"].as_bool() {
-        Some(true) => "the reward may have fallen by more than that",
-        Some(false) => "the reward did not fall by more than that",
+        Some(true) => "the reward on the guard dataset may have fallen by more",
+        Some(false) => "the reward on the guard dataset did not fall by more",
         None => "too few rows to decide",
     };
     let margin = guard["margin"].as_f64().unwrap_or_default();

@@ -10,31 +10,32 @@ use super::text;
 use crate::context::Context;
 use crate::output::{NONE, format_duration, format_optional, shown};
 
-/// Metrics that are requested.
+/// Names of the metrics that are requested from the server.
 const KEYS: &str = "reward,eval_reward,kl,num_tokens,step_time";
-/// Maximum number of points of a series, more than a terminal has columns.
+/// Maximum number of points of a metric that are requested: more than a terminal has columns.
 const MAX_POINTS: u32 = 400;
 
-/// A job with its metrics so far.
+/// A job that is followed, with its metrics so far.
 #[derive(Debug)]
 pub struct JobMetrics {
     /// Id of the job.
     pub id: JobId,
-    /// The job document from the last response.
+    /// The job as JSON, from the server's last response.
     pub job: Value,
-    /// The text of that response.
+    /// The text of the server's last response.
     pub json: String,
-    /// Rows of metrics by step.
+    /// The metrics of each optimizer step, by step.
     rows: BTreeMap<u64, Value>,
 }
 
 impl JobMetrics {
-    /// Creates an entry for a job that was not requested yet.
+    /// Creates an entry for a job, before its first request.
     pub fn new(id: JobId) -> Self {
         Self { id, job: Value::Null, json: String::new(), rows: BTreeMap::new() }
     }
 
-    /// Requests the job and its new metrics. The server holds the request for up to `wait_s` seconds, until the state changes.
+    /// Requests the job and its new metrics from the server, which holds the request for up to `wait_s` seconds until
+    /// the job's state changes.
     ///
     /// # Errors
     /// Returns the client's error when a request fails.
@@ -44,7 +45,7 @@ impl JobMetrics {
         let answer = call.query_if("wait", Some(wait_s).filter(|wait| *wait > 0)).send().await?;
         let is_new = answer.value["last_seq"] != self.job["last_seq"];
         if is_new {
-            // The server adds the evaluation of a step to the step's row later, so the last row is requested again.
+            // The server adds evaluation metrics to the row of a step later, so the last row is requested again.
             let last = self.rows.keys().next_back().copied();
             let call = context.client.raw_get(&["jobs", &id, "metrics"]).query("keys", KEYS);
             let call = call.query_if("min_step", last).query("max_points", MAX_POINTS);
@@ -74,7 +75,7 @@ impl JobMetrics {
         let last = steps.next()?;
         let before = steps.next();
         let count = |row: &Value| row["num_tokens"].as_f64();
-        // The server may downsample the steps. Between two steps that are not adjacent, the tokens of one step are not known.
+        // The server may leave out steps. If the step before is missing, the number of tokens of the last step is not known.
         let is_next = before.is_none_or(|before| before["step"].as_u64().map(|step| step + 1) == last["step"].as_u64());
         let tokens = count(last)? - before.and_then(count).unwrap_or(0.0);
         last["step_time"].as_f64().filter(|seconds| *seconds > 0.0 && is_next).map(|seconds| tokens / seconds)
@@ -86,7 +87,7 @@ impl JobMetrics {
         let state = text(job, "state");
         match (state, &job["status_reason"], &job["queue_position"], &job["phase"]) {
             (_, Value::String(reason), _, _) => format!("{state}: {}", crate::output::clean(reason)),
-            ("queued", _, position @ Value::Number(_), _) => format!("queued, place {position}"),
+            ("queued", _, position @ Value::Number(_), _) => format!("queued, position {position} in the queue"),
             ("running", _, _, Value::String(phase)) => format!("running: {phase}"),
             _ => state.to_owned(),
         }

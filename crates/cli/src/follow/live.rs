@@ -1,5 +1,5 @@
-//! The output of `rlood watch`: on a terminal a table that is redrawn, without a terminal lines, and with `--json` the job's
-//! document each time it changes.
+//! The output of `rlood watch`: on a terminal a table that is redrawn, else lines, and with `--json` the job as JSON
+//! each time it changes.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -17,14 +17,15 @@ use crate::output::{clean, format_number, shown, sparkline};
 
 /// Seconds that the server may hold a request for a running job.
 const WAIT_S: u64 = 1;
-/// Minimum time between two lines of a job whose state has not changed.
+/// Minimum time between two lines about a job whose state has not changed.
 const MIN_LINE_INTERVAL: Duration = Duration::from_secs(5);
 /// Width of a sparkline, in characters.
 const SPARKLINE_WIDTH: usize = 32;
 /// Width of the progress bar, in characters.
 const BAR_WIDTH: usize = 20;
 
-/// Shows jobs until each of them has finished, or is paused if `until_paused` is set. Returns the jobs in their final state.
+/// Shows the progress of jobs until each of them has finished, or is paused if `until_paused` is set. Returns the jobs
+/// in their final state.
 ///
 /// # Errors
 /// Fails when a job does not exist, or the server is unreachable for too long.
@@ -53,20 +54,20 @@ pub async fn watch(context: &Context, ids: &[JobId], until_paused: bool) -> Resu
             }
         }
         wait_s = WAIT_S;
-        // The server answers immediately for a paused job.
+        // The server answers immediately if a job is paused, so the loop waits between requests.
         let pause = Duration::from_secs(WAIT_S).saturating_sub(begun.elapsed());
         tokio::time::sleep(pause).await;
     }
 }
 
-/// A format in which jobs are shown.
+/// A format in which the progress of jobs is shown: JSON, lines or a live table.
 trait View {
     fn show(&mut self, context: &Context, jobs: &[JobMetrics]) -> Result<(), CliError>;
     /// Finishes the output; `show` is not called again.
     fn close(&mut self) {}
 }
 
-/// Prints a job's document each time it changes, one per line.
+/// Prints a job as one line of JSON each time it changes.
 #[derive(Default)]
 struct Documents {
     shown: Vec<String>,
@@ -85,12 +86,12 @@ impl View for Documents {
     }
 }
 
-/// Prints lines for a pipe or a log.
+/// Prints one line for each change of a job, for a pipe or a log file.
 struct Lines {
     jobs: Vec<LastPrinted>,
 }
 
-/// The values of a job that were printed last.
+/// The values of a job in the line that was printed last.
 struct LastPrinted {
     activity: String,
     step: Value,
@@ -116,7 +117,7 @@ impl View for Lines {
                     context.out.line(format!("{name}{line}"))?;
                 }
             }
-            // The phases within a step are not printed, since they change too often.
+            // The phases within a training step (sampling, scoring, …) are not printed, since they change too often.
             let activity = format!("{} {}", text(&metrics.job, "state"), shown(&metrics.job["status_reason"]));
             let step = &metrics.job["step"];
             let is_due = last.at.is_none_or(|at| at.elapsed() >= MIN_LINE_INTERVAL);
@@ -129,7 +130,7 @@ impl View for Lines {
     }
 }
 
-/// Returns the active alerts: a key that identifies each alert, and its line.
+/// Returns the active alerts of a job: for each alert a key that identifies it, and the line to print.
 fn alerts(job: &Value) -> Vec<(String, String)> {
     let alerts = job["alerts"].as_array().map_or(&[][..], Vec::as_slice);
     let line = |alert: &Value| {
@@ -140,7 +141,7 @@ fn alerts(job: &Value) -> Vec<(String, String)> {
     alerts.iter().map(line).collect()
 }
 
-/// Shows a few lines for each job and redraws them in place.
+/// Shows a few lines for each job on the terminal and redraws them in place.
 struct Frame {
     bars: Vec<ProgressBar>,
 }
@@ -168,7 +169,7 @@ impl View for Frame {
     }
 }
 
-/// Returns the lines that a terminal shows for a job.
+/// Returns the lines that the live table shows for a job.
 fn job_lines(metrics: &JobMetrics) -> Vec<String> {
     let job = &metrics.job;
     let name = job["name"].as_str().map(|name| format!("  {}", clean(name))).unwrap_or_default();

@@ -18,7 +18,7 @@ use crate::output::{clean, format_bytes, shown};
 use crate::profiles;
 use crate::target::is_loopback;
 
-/// Fields of a job that name datasets.
+/// Fields of a job file that name datasets.
 const DATASET_FIELDS: [&[&str]; 5] = [
     &["dataset"],
     &["eval", "dataset"],
@@ -26,16 +26,19 @@ const DATASET_FIELDS: [&[&str]; 5] = [
     &["eval", "guard", "dataset"],
     &["warm_up", "dataset"],
 ];
-/// Field that contains the path of a file.
+/// Field of a dataset in a job file that contains the path of a local file.
 const FILE: &str = "file";
-/// Fields that belong to the mapping of a file, and are removed from the job.
+/// Fields of a dataset in a job file that say how the local file's rows are converted. The upload uses these fields, and the job
+/// does not contain them.
 const MAPPING_FIELDS: [&str; 3] = ["map", "limit", "seed"];
-/// State file that records which dataset each file was uploaded as.
+/// Name of the state file on this machine that records under which dataset id each local file was uploaded.
 const CACHE: &str = "datasets.toml";
-/// Maximum size of a file whose rows are hashed here to find them on the server. Larger files are uploaded without this check.
+/// Maximum size of a local file whose rows are hashed to find an existing upload on the server. Larger files are
+/// uploaded without this check.
 const MAX_CANONICAL_BYTES: u64 = 1 << 30;
 
-/// Replaces local files in a job by uploaded datasets, and a local model folder by the name under which it is registered.
+/// Uploads the local files that a job names and replaces them by dataset ids, and replaces a local model folder by the name under
+/// which it is registered.
 ///
 /// # Errors
 /// Fails when a file is missing, or the server rejects it.
@@ -62,8 +65,8 @@ pub async fn replace_local_files(context: &Context, job: &mut JobFile) -> Result
     register_folder(context, job).await
 }
 
-/// Moves the mapping of a warm-up dataset to its file, because the mapping is applied on upload: without it the server
-/// may not find the prompts.
+/// Moves the column mapping of a warm-up dataset into the upload of its file, because the server applies a mapping on upload and
+/// may not find the prompts without one.
 fn map_warm_up_file(document: &mut Value) {
     let Some(warm_up) = document.get_mut("warm_up").and_then(Value::as_object_mut) else { return };
     let file = match warm_up.get("dataset") {
@@ -77,7 +80,7 @@ fn map_warm_up_file(document: &mut Value) {
     }
 }
 
-/// Uploads the file of one dataset field, if the field names a file.
+/// Uploads the local file that a dataset field of the job names, if it names one.
 async fn replace(context: &Context, job: &JobFile, field: &str, source: &mut Value) -> Result<(), CliError> {
     let (file, mut rest) = match source {
         Value::String(text) if text.parse::<DatasetId>().is_ok() => {
@@ -118,7 +121,7 @@ async fn replace(context: &Context, job: &JobFile, field: &str, source: &mut Val
     Ok(())
 }
 
-/// Returns the id of a file's dataset. Uploads the file unless the server has its content already.
+/// Returns the dataset id of a local file. Uploads the file unless the server has the same content already.
 ///
 /// # Errors
 /// Fails when the file cannot be read, or the server rejects it.
@@ -136,7 +139,7 @@ pub async fn upload_once(
     if let Some(id) = profiles::read_state(CACHE, &state_key) {
         match context.client.raw_get(&["datasets", &id]).send().await {
             Ok(_) => return report_existing(context, &file, id),
-            // The dataset was deleted, or the server has a new data directory.
+            // The recorded dataset no longer exists: it was deleted, or the server has a new data directory.
             Err(error) if matches!(error.status(), Some(403 | 404)) => {}
             Err(error) => return Err(error.into()),
         }
@@ -165,7 +168,8 @@ fn report_existing(context: &Context, file: &str, id: String) -> Result<String, 
     Ok(id)
 }
 
-/// Prepares the upload of a file. The media type comes from the file's name, for formats that the content does not identify.
+/// Prepares the upload of a local file. The media type follows from the file's name, because the content does
+/// not identify every format.
 pub fn upload_of(path: &Path, name: &str, mapping: Option<Recipe>) -> DatasetUpload {
     let media_type = match Format::of_file_name(&path.to_string_lossy()) {
         Some(Format::Csv) => "text/csv",
@@ -174,12 +178,13 @@ pub fn upload_of(path: &Path, name: &str, mapping: Option<Recipe>) -> DatasetUpl
         Some(Format::Ndjson) => "application/x-ndjson",
         None => "application/octet-stream",
     };
-    // The server's limit for a name, in characters.
+    // The server accepts at most 200 characters in a dataset's name.
     let name = name.chars().take(200).collect();
     DatasetUpload { name: Some(name), media_type: media_type.to_owned(), rows: Content::from(path), mapping }
 }
 
-/// Returns the hash of the rows in the server's canonical form; `None` when the file is not plain text or has invalid rows.
+/// Returns the hash that the server computes for the rows of a local file; `None` when the file is not plain text
+/// or has invalid rows.
 fn canonical_hash(path: &Path) -> std::io::Result<Option<String>> {
     let Some(format) = Format::of_file_name(&path.to_string_lossy()) else { return Ok(None) };
     let (mut reader, mut hash, mut rows) = (Reader::new(format), Sha256::new(), Vec::new());

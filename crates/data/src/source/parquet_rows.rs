@@ -1,5 +1,5 @@
-//! Reads the rows of a parquet file with the crate's record reader. The crate may panic on a damaged file, so each step
-//! catches panics. Modules of our own read the pages and keep the memory below 256 MiB whatever the file claims.
+//! Reads the rows of a parquet file with the record reader of the crate `parquet`. The crate may panic on a damaged file, so each
+//! step catches panics. Our own modules read the pages and keep the memory below 256 MiB whatever the file claims.
 
 mod budget;
 mod deltas;
@@ -31,37 +31,37 @@ use input::Input;
 use pages::{Group, Shared};
 use unpack::Unpacker;
 
-/// Maximum unpacked size that a row group's metadata may claim, in bytes.
+/// Maximum size in bytes after unpacking that a row group's metadata may claim.
 const MAX_GROUP_BYTES: i64 = 64 << 30;
-/// Maximum size of the footer, in bytes; decoded, it takes a few times as much memory.
+/// Maximum size in bytes of a parquet file's footer (its metadata); decoded, the footer takes a few times as much memory.
 const MAX_FOOTER_BYTES: u64 = 16 << 20;
-/// Bytes read ahead in a column.
+/// Target size in bytes of the values that one column reads ahead.
 const BATCH_BYTES: i64 = 8 << 20;
-/// Number of values that all columns together read ahead.
+/// Maximum number of values that all columns together read ahead.
 const BATCH_VALUES: usize = 128 << 10;
-/// Maximum rows read ahead: the crate's own batch size.
+/// Maximum number of rows read ahead: the batch size of the crate `parquet`.
 const MAX_BATCH: usize = 1024;
 /// Maximum nesting depth of columns.
 const MAX_DEPTH: usize = 100;
-/// Stack size for parsing the footer; the system provides pages only as they are used.
+/// Stack size for parsing a parquet file's footer; only pages that are touched use memory.
 const STACK_BYTES: usize = 1 << 30;
 /// A row group that unpacks to more than this and to more than [`BOMB_RATIO`] times its packed size is treated
 /// as a decompression bomb.
 const BOMB_BYTES: i64 = 256 << 20;
 const BOMB_RATIO: i64 = 500;
-/// Bytes fetched in advance from a remote file: its end, and the start of its columns.
+/// Bytes of a remote parquet file that are fetched in advance: its end, and the start of each column.
 const TAIL_BYTES: u64 = 256 << 10;
 const STARTS_BYTES: u64 = 4 << 20;
 const MIN_START_BYTES: u64 = 32 << 10;
 /// The index column that pandas adds to a parquet file.
 const INDEX: &str = "__index_level_0__";
 
-/// Reads the rows of a local file. See [`super::each_row`].
+/// Reads the rows of a local parquet file. See [`super::each_row`].
 pub fn each_row(file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
     rows_of(Arc::new(Input::File(file)), wanted, take)
 }
 
-/// Reads the rows of a remote file.
+/// Reads the rows of a remote parquet file.
 pub fn each_remote_row(remote: Arc<Remote>, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
     let input = Arc::new(Input::Remote(remote));
     rows_of(input.clone(), wanted, take).map_err(|error| match input.take_failure() {
@@ -85,7 +85,8 @@ fn rows_of(input: Arc<Input>, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result
             match reading.rows(first, &mut row, take) {
                 Ok(Flow::More) => break,
                 Ok(Flow::Enough) => return Ok(()),
-                // Some rows are much longer than most. Continue after the last row, with fewer rows read ahead.
+                // The memory limit was reached because some rows are much longer than most. Reading continues after the last row,
+                // with fewer rows read ahead.
                 Err(Stopped::TooLarge(TooLarge::Together { .. })) if batch > 1 => batch = (batch / 16).max(1),
                 Err(Stopped::TooLarge(error)) => return Err(whole("parquet", format!("row group {group}: {error}"))),
                 Err(Stopped::Damaged(what)) => return Err(whole("parquet", format!("row group {group} {what}"))),
@@ -107,12 +108,12 @@ struct Reading<'r> {
     metadata: &'r ParquetMetaData,
     columns: &'r SchemaDescPtr,
     group: usize,
-    /// Number of rows that each column reads ahead.
+    /// Number of rows that each column of the row group reads ahead.
     batch: usize,
 }
 
 impl Reading<'_> {
-    /// Passes the group's rows to `take`. The group starts after row `first` of the file; rows up to `row` were passed
+    /// Passes the rows of a row group to `take`. The row group starts after row `first` of the file; rows up to `row` were passed
     /// earlier and are skipped.
     fn rows(&self, first: u64, row: &mut u64, take: &mut TakeRow<'_>) -> Result<Flow, Stopped> {
         let group = self.metadata.row_group(self.group);
@@ -125,7 +126,7 @@ impl Reading<'_> {
         let mut rows = rows.ok_or_else(damaged)?.map_err(|error| stopped(&error, String::new))?;
         let given = *row - first;
         for at in 0.. {
-            // The reader is already one row ahead.
+            // The record reader of the crate is already one row ahead, so a batch is read one row earlier than expected.
             let is_last_of_batch = (at + 1) % self.batch as u64 == 0;
             if is_last_of_batch {
                 shared.budget.begin_batch();
@@ -150,7 +151,7 @@ impl Reading<'_> {
     }
 }
 
-/// Runs a step and returns None if it panicked.
+/// Runs a function of the crate `parquet` and returns None if it panicked.
 fn catch_panic<T>(step: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(step)).ok()
 }
@@ -166,7 +167,7 @@ fn stopped(error: &ParquetError, at: impl FnOnce() -> String) -> Stopped {
     }
 }
 
-/// Converts the row to JSON; texts are moved, not copied.
+/// Converts a parquet row to JSON; texts are moved, not copied.
 fn value(row: Row) -> Value {
     let field = |(name, field): (String, Field)| {
         let value = match field {
@@ -179,7 +180,7 @@ fn value(row: Row) -> Value {
     Value::Object(row.into_columns().into_iter().filter(|(name, _)| name != INDEX).map(field).collect())
 }
 
-/// Reads the footer on a large stack, because the crate recurses into nested columns without a depth limit.
+/// Reads a parquet file's footer on a large stack, because the crate `parquet` recurses into nested columns without a depth limit.
 fn open(input: &Arc<Input>) -> Result<ParquetMetaData, RowError> {
     let footer = footer(input)?;
     let read = move || {
@@ -192,7 +193,10 @@ fn open(input: &Arc<Input>) -> Result<ParquetMetaData, RowError> {
                 whole("parquet", format!("the parquet file's footer cannot be read: {}", brief(&error.to_string())))
             })?;
         match is_deeper(metadata.file_metadata().schema_descr().root_schema(), MAX_DEPTH) {
-            true => Err(whole("parquet", format!("its columns are nested more than {MAX_DEPTH} levels deep"))),
+            true => Err(whole(
+                "parquet",
+                format!("the parquet file's columns are nested more than {MAX_DEPTH} levels deep"),
+            )),
             false => Ok(metadata),
         }
     };
@@ -201,7 +205,7 @@ fn open(input: &Arc<Input>) -> Result<ParquetMetaData, RowError> {
     joined.unwrap_or_else(|_| Err(whole("parquet", "the parquet file's footer is damaged".to_owned())))
 }
 
-/// Reads the bytes of the footer; its length and the mark PAR1 follow it at the end of the file.
+/// Reads the bytes of a parquet file's footer. The footer's length and the mark PAR1 follow it at the end of the file.
 fn footer(input: &Input) -> Result<bytes::Bytes, RowError> {
     let unreadable = |error: std::io::Error| whole("unreadable", format!("cannot be read: {error}"));
     let cut_off = || whole("parquet", "the parquet file is cut off: upload it again, whole".to_owned());
@@ -229,7 +233,7 @@ fn footer(input: &Input) -> Result<bytes::Bytes, RowError> {
     input.bytes(start, length).map_err(unreadable)
 }
 
-/// Fetches the start of all columns of a remote file in one call, before they are read one by one.
+/// Fetches the start of all needed columns of a remote file in one call, before they are read one by one.
 fn expect_columns(input: &Input, group: &RowGroupMetaData, columns: &SchemaDescPtr) -> std::io::Result<()> {
     if !matches!(input, Input::Remote(_)) {
         return Ok(());
@@ -252,9 +256,9 @@ fn is_deeper(field: &Type, levels: usize) -> bool {
     }
 }
 
-/// Selects the needed columns; rejects columns that hold images.
+/// Selects the columns to read; rejects columns that hold images.
 fn projection(schema: &TypePtr, wanted: &Wanted) -> Result<Type, RowError> {
-    // If a name matches no column, all columns are read, so that the error can list them.
+    // If a wanted name matches no column, all columns are read, so that the error can list them.
     let known = |name: &String| name == "prompt" || schema.get_fields().iter().any(|field| field.name() == name);
     let all = Wanted { only: None, ..wanted.clone() };
     let misses = |only: &Vec<String>| !only.iter().all(|name| known(name) || name.contains('.'));
@@ -270,7 +274,7 @@ fn projection(schema: &TypePtr, wanted: &Wanted) -> Result<Type, RowError> {
     group.map_err(|error| whole("parquet", brief(&error.to_string())))
 }
 
-/// Whether a field is an image as `datasets` writes it: struct<bytes, path>.
+/// Returns whether a column contains images as the library `datasets` writes them: struct<bytes, path>.
 fn is_image(field: &Type) -> bool {
     if !field.is_group() {
         return false;
@@ -280,7 +284,7 @@ fn is_image(field: &Type) -> bool {
     names == ["bytes", "path"]
 }
 
-/// Checks what a group's metadata claims before any of its data is read. Returns the number of rows to read ahead.
+/// Checks the sizes in a row group's metadata before any of its data is read. Returns the number of rows to read ahead.
 fn check_group(metadata: &RowGroupMetaData, group: usize, columns: usize) -> Result<usize, RowError> {
     let bytes = metadata.total_byte_size();
     if !(0..=MAX_GROUP_BYTES).contains(&bytes) || metadata.num_rows() < 0 {

@@ -1,15 +1,15 @@
-//! A remote file, read piece by piece. Fetched pieces are kept, so that a second preview fetches nothing.
+//! A remote file, read piece by piece. Fetched pieces are kept, so that a second preview of the same file fetches nothing.
 
-#![cfg_attr(not(feature = "parquet"), expect(dead_code, reason = "other formats are read from their start"))]
+#![cfg_attr(not(feature = "parquet"), expect(dead_code, reason = "only parquet files are read piece by piece"))]
 
 use std::io;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Minimum size of a fetch, in bytes.
+/// Minimum number of bytes fetched from a remote file at once.
 const PIECE_BYTES: u64 = 256 << 10;
-/// Maximum number of bytes fetched from one file.
+/// Maximum number of bytes fetched from one remote file.
 const MAX_FETCHED_BYTES: u64 = 24 << 20;
 
 /// Fetches parts of a remote file.
@@ -17,7 +17,7 @@ pub trait Ranges: Send + Sync {
     /// Size of the whole file, in bytes.
     fn size(&self) -> u64;
 
-    /// Returns the bytes of each range, complete.
+    /// Returns the bytes of each of the requested ranges, complete.
     ///
     /// # Errors
     /// Fails if the ranges cannot be fetched; the user sees the message.
@@ -32,7 +32,7 @@ pub struct Remote {
 
 #[derive(Default)]
 struct Known {
-    /// The pieces with their offsets; they do not overlap.
+    /// The fetched pieces by their offset in the file; the pieces do not overlap.
     pieces: Vec<(u64, Vec<u8>)>,
     bytes: u64,
     waited: Duration,
@@ -58,7 +58,7 @@ impl Remote {
         self.ranges.size()
     }
 
-    /// How long all fetches took.
+    /// How long all fetches together took.
     pub fn waited(&self) -> Duration {
         self.known().waited
     }
@@ -68,7 +68,8 @@ impl Remote {
         self.known().failure.take()
     }
 
-    /// Reads fetched bytes at `offset`: at least one, except at the end of the file. Fetches a piece if none is there.
+    /// Reads bytes of the file at `offset`: at least one, except at the end of the file. Fetches a piece if the byte
+    /// was not fetched before.
     pub fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
         if into.is_empty() || offset >= self.size() {
             return Ok(0);
@@ -85,7 +86,7 @@ impl Remote {
         Ok(read)
     }
 
-    /// Fetches the missing parts of these ranges.
+    /// Fetches those parts of the ranges that were not fetched before.
     pub fn fetch(&self, ranges: &[Range<u64>]) -> io::Result<()> {
         let mut known = self.known();
         let fetched = known.missing(ranges, self.size()).and_then(|missing| {
@@ -112,14 +113,14 @@ impl Remote {
 }
 
 impl Known {
-    /// Returns the fetched bytes that start at `offset`.
+    /// Returns the bytes from `offset` to the end of the fetched piece that contains it.
     fn find(&self, offset: u64) -> Option<&[u8]> {
         let after = self.pieces.partition_point(|(start, _)| *start <= offset);
         let (start, bytes) = self.pieces.get(after.checked_sub(1)?)?;
         bytes.get(usize::try_from(offset - start).ok()?..).filter(|bytes| !bytes.is_empty())
     }
 
-    /// Returns the gaps between fetched pieces, in order, with adjacent gaps merged.
+    /// Returns the parts of some ranges that were not fetched before, in order, with adjacent parts merged.
     fn missing(&self, ranges: &[Range<u64>], size: u64) -> io::Result<Vec<Range<u64>>> {
         let mut wanted: Vec<Range<u64>> = ranges.iter().map(|range| range.start..range.end.min(size)).collect();
         wanted.sort_unstable_by_key(|range| range.start);
@@ -180,7 +181,7 @@ mod tests {
         let end = 2510 + PIECE_BYTES;
         assert_eq!(remote.read_at(&mut bytes, end - 1).unwrap(), 1);
         assert_eq!(u64::from(bytes[0]), (end - 1) % 251);
-        // Reads at the end of the file.
+        // Reading at the end of the file returns no bytes.
         assert_eq!(remote.read_at(&mut bytes, (1 << 30) - 2).unwrap(), 2);
         assert_eq!(remote.read_at(&mut bytes, 1 << 30).unwrap(), 0);
         assert_eq!(asked.lock().unwrap().last().unwrap().end, 1 << 30);

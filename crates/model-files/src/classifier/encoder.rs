@@ -1,19 +1,19 @@
-//! Bidirectional encoders: reads their config.json and lists the tensors they need.
+//! Bidirectional encoders for reward models: reads config.json and lists the tensors that an encoder needs.
 
 use serde_json::Value;
 
 use crate::ModelCardError;
 use crate::config::Keys;
 
-/// Maximum plausible context length; position tables of this size are allocated.
+/// Maximum context length that is accepted, because position tables of this size are allocated.
 const MAX_POSITIONS: usize = 1 << 20;
 
 /// Everything in config.json that defines an encoder's computation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EncoderConfig {
-    /// The family, with its specific settings.
+    /// The encoder's family, with the settings that only this family has.
     pub kind: EncoderKind,
-    /// Number of rows of the embedding.
+    /// Number of rows of the token embedding.
     pub vocab_size: usize,
     /// Width of the hidden states.
     pub hidden_size: usize,
@@ -31,7 +31,7 @@ pub struct EncoderConfig {
     pub layer_norm_eps: f64,
     /// Activation function of the MLP.
     pub activation: Activation,
-    /// Token id that fills sequences up.
+    /// Token id that fills up shorter sequences of a batch.
     pub pad_token_id: u32,
 }
 
@@ -49,44 +49,44 @@ pub enum EncoderKind {
 /// Settings that only DeBERTa-v2 has.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DebertaV2 {
-    /// Whether attention is disentangled (relative positions have their own terms).
+    /// Whether attention scores have separate terms for relative positions (disentangled attention).
     pub relative_attention: bool,
-    /// Maximum relative distance; below 1, `max_position_embeddings` applies.
+    /// Maximum relative distance between two tokens; if below 1, `max_position_embeddings` applies.
     pub max_relative_positions: i64,
-    /// Whether absolute positions are added to the embedding too.
+    /// Whether embeddings of absolute positions are added to the token embeddings too.
     pub position_biased_input: bool,
-    /// Position terms in attention: any of `c2p` and `p2c`.
+    /// The terms for relative positions in attention: any of `c2p` (content to position) and `p2c` (position to content).
     pub pos_att_type: Vec<String>,
-    /// Number of logarithmic distance buckets; below 1, distances are not bucketed.
+    /// Number of logarithmic buckets for relative distances; if below 1, distances are not bucketed.
     pub position_buckets: i64,
-    /// Whether positions use the query and key projections of the tokens.
+    /// Whether relative positions use the same query and key projections as tokens.
     pub share_att_key: bool,
-    /// Width of the embedding before it is projected to `hidden_size`.
+    /// Width of the token embedding before the projection to `hidden_size`.
     pub embedding_size: usize,
-    /// Whether the relative embeddings go through LayerNorm.
+    /// Whether the embeddings of relative positions go through LayerNorm.
     pub norm_rel_ebd: bool,
-    /// Activation function of the head's pooler.
+    /// Activation function of the pooler in the classification head.
     pub pooler_activation: Activation,
 }
 
 /// Settings that only ModernBERT has.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModernBert {
-    /// Every n-th layer, starting with the first, has global attention.
+    /// Interval of layers with global attention: every n-th layer, starting with the first.
     pub global_attn_every_n_layers: usize,
-    /// Rotary base of layers with global attention.
+    /// Base of the rotary position embedding in layers with global attention.
     pub global_rope_theta: f64,
-    /// Rotary base of layers with local attention.
+    /// Base of the rotary position embedding in layers with local attention.
     pub local_rope_theta: f64,
-    /// Window of layers with local attention, in tokens.
+    /// Number of tokens in the attention window of layers with local attention.
     pub local_attention: usize,
-    /// The hidden state that the head scores.
+    /// The hidden state that the classification head scores.
     pub pooling: Pooling,
-    /// Whether the head's dense layer has a bias.
+    /// Whether the dense layer of the classification head has a bias.
     pub classifier_bias: bool,
 }
 
-/// The hidden state that the head of ModernBERT scores.
+/// The hidden state that ModernBERT's classification head scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pooling {
     /// The hidden state of the first token.
@@ -95,7 +95,7 @@ pub enum Pooling {
     Mean,
 }
 
-/// The supported activation functions.
+/// The supported activation functions of encoders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// GELU computed with the error function.
@@ -109,7 +109,7 @@ pub enum Activation {
 }
 
 impl EncoderConfig {
-    /// Reads the config of an encoder with this `model_type`. Returns None if the type is not an encoder.
+    /// Reads the config.json of an encoder with this `model_type`. Returns None if the type is not an encoder.
     pub(super) fn read(keys: &Keys, model_type: &str) -> Result<Option<EncoderConfig>, ModelCardError> {
         let (act, eps, eps_default) = match model_type {
             "deberta-v2" => ("hidden_act", "layer_norm_eps", 1e-7),
@@ -124,13 +124,17 @@ impl EncoderConfig {
         };
         for key in ["quantization_config", "is_decoder", "add_cross_attention"] {
             if let Some(value) = keys.get(key).filter(|value| **value != Value::Bool(false)) {
-                return keys.refuse(key, value, "this is not supported; use a model without it");
+                return keys.refuse(key, value, "this setting is not supported; use a model without it");
             }
         }
         let (hidden_size, num_attention_heads) =
             (keys.size("hidden_size", None)?, keys.size("num_attention_heads", None)?);
         if hidden_size % num_attention_heads != 0 {
-            return keys.refuse("num_attention_heads", &num_attention_heads.into(), "it must divide hidden_size");
+            return keys.refuse(
+                "num_attention_heads",
+                &num_attention_heads.into(),
+                "the value must divide hidden_size",
+            );
         }
         let max_position_embeddings = keys.size("max_position_embeddings", None)?;
         if max_position_embeddings > MAX_POSITIONS {
@@ -147,7 +151,7 @@ impl EncoderConfig {
         let vocab_size = keys.size("vocab_size", None)?;
         let pad_token_id = super::pad_token_id(keys)?.unwrap_or(pad_token_id);
         if pad_token_id as usize >= vocab_size {
-            return keys.refuse("pad_token_id", &pad_token_id.into(), "it must be below vocab_size");
+            return keys.refuse("pad_token_id", &pad_token_id.into(), "the value must be below vocab_size");
         }
         let activation_of_mlp = activation(keys, act, Activation::Gelu)?;
         if activation_of_mlp == Activation::Tanh {
@@ -166,7 +170,7 @@ impl EncoderConfig {
                     return keys.refuse("max_position_embeddings", &value, "positions start after pad_token_id");
                 }
                 if type_vocab_size == 0 {
-                    return keys.refuse("type_vocab_size", &0.into(), "it must be at least 1");
+                    return keys.refuse("type_vocab_size", &0.into(), "the value must be at least 1");
                 }
                 EncoderKind::XlmRoberta
             }
@@ -186,7 +190,7 @@ impl EncoderConfig {
         }))
     }
 
-    /// Length of the longest supported sequence, in tokens. (XLM-RoBERTa's positions start after the padding id.)
+    /// Returns the length of the longest supported sequence in tokens. (XLM-RoBERTa's positions start after the padding id.)
     pub(super) fn max_tokens(&self) -> usize {
         match &self.kind {
             EncoderKind::XlmRoberta => self.max_position_embeddings - self.pad_token_id as usize - 1,
@@ -194,7 +198,7 @@ impl EncoderConfig {
         }
     }
 
-    /// Lists every tensor of encoder and head with its shape.
+    /// Lists every tensor of the encoder and its classification head, with its shape.
     pub(super) fn tensors(&self, labels: usize) -> Vec<(String, Vec<usize>)> {
         let (hidden, inter) = (self.hidden_size, self.intermediate_size);
         let mut list = List(Vec::new());
@@ -283,7 +287,7 @@ impl EncoderConfig {
 }
 
 impl DebertaV2 {
-    /// Number of distances to each side that have an embedding of their own.
+    /// Returns the number of relative distances to each side that have an embedding of their own.
     fn span(&self, max_position_embeddings: usize) -> usize {
         let positive = |value: i64| usize::try_from(value).ok().filter(|value| *value > 0);
         positive(self.position_buckets)
@@ -323,7 +327,7 @@ fn whole(keys: &Keys, key: &str, default: i64) -> Result<i64, ModelCardError> {
         None => Ok(default),
         Some(value) => match value.as_i64().filter(|n| n.unsigned_abs() <= MAX_POSITIONS as u64) {
             Some(n) => Ok(n),
-            None => keys.refuse(key, value, &format!("it must be a whole number, at most {MAX_POSITIONS}")),
+            None => keys.refuse(key, value, &format!("the value must be a whole number, at most {MAX_POSITIONS}")),
         },
     }
 }
@@ -357,7 +361,7 @@ fn deberta(keys: &Keys, hidden_size: usize, num_attention_heads: usize) -> Resul
         None => Vec::new(),
         Some(Value::String(text)) => text.split('|').map(|part| part.trim().to_owned()).collect(),
         Some(Value::Array(list)) => list.iter().filter_map(Value::as_str).map(str::to_owned).collect(),
-        Some(other) => return keys.refuse("pos_att_type", other, "it must be a list of c2p and p2c"),
+        Some(other) => return keys.refuse("pos_att_type", other, "the value must be a list of c2p and p2c"),
     };
     if let Some(other) = pos_att_type.iter().find(|name| !matches!(name.as_str(), "c2p" | "p2c")) {
         return keys.refuse("pos_att_type", &other.as_str().into(), "supported are c2p and p2c");
@@ -387,7 +391,7 @@ fn deberta(keys: &Keys, hidden_size: usize, num_attention_heads: usize) -> Resul
 fn modernbert(keys: &Keys, num_hidden_layers: usize) -> Result<ModernBert, ModelCardError> {
     for key in ["attention_bias", "mlp_bias", "norm_bias"] {
         if keys.flag(key, false)? {
-            return keys.refuse(key, &true.into(), "biases here are not supported; use a model without them");
+            return keys.refuse(key, &true.into(), "these biases are not supported; use a model without them");
         }
     }
     if activation(keys, "classifier_activation", Activation::Gelu)? != Activation::Gelu {
@@ -414,7 +418,8 @@ fn modernbert(keys: &Keys, num_hidden_layers: usize) -> Result<ModernBert, Model
     })
 }
 
-/// Reads the interval of global layers. transformers 5 also writes `layer_types`, which must agree with that interval.
+/// Reads the interval of layers with global attention. transformers 5 also writes `layer_types`, which must
+/// agree with that interval.
 fn global_every(keys: &Keys, num_hidden_layers: usize) -> Result<usize, ModelCardError> {
     let Some(value) = keys.get("layer_types") else { return keys.size("global_attn_every_n_layers", Some(3)) };
     let full: Option<Vec<bool>> = value.as_array().and_then(|list| {
@@ -426,8 +431,7 @@ fn global_every(keys: &Keys, num_hidden_layers: usize) -> Result<usize, ModelCar
         full.collect()
     });
     let full = full.filter(|full| full.len() == num_hidden_layers);
-    let advice =
-        "it must name full_attention for every n-th layer from the first on, and sliding_attention for the others";
+    let advice = "the value must name full_attention for every n-th layer from the first on, and sliding_attention for the others";
     let Some(full) = full else { return keys.refuse("layer_types", value, advice) };
     let every = (1..full.len()).find(|layer| full[*layer]).unwrap_or(full.len());
     match (0..full.len()).all(|layer| full[layer] == (layer % every == 0)) {
@@ -436,7 +440,8 @@ fn global_every(keys: &Keys, num_hidden_layers: usize) -> Result<usize, ModelCar
     }
 }
 
-/// Reads a rotary base: `rope_parameters.{layer type}.rope_theta` in transformers 5, a top-level key in 4.
+/// Reads the base of a rotary position embedding: `rope_parameters.{layer type}.rope_theta` in transformers 5, a
+/// top-level key in 4.
 fn theta(keys: &Keys, layer_type: &str, flat: &str, default: f64) -> Result<f64, ModelCardError> {
     let Some(nested) = keys.get("rope_parameters").and_then(|all| all.get(layer_type)) else {
         return keys.number(flat, Some(default));

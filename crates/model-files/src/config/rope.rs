@@ -9,34 +9,34 @@ use crate::ModelCardError;
 /// The parameters of a rotary position embedding.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// The base of the frequencies.
+    /// The base of the frequencies (`rope_theta`).
     pub theta: f64,
-    /// Number of columns of a head that rotate; the first ones do.
+    /// Number of columns of a head that rotate, from the first one on.
     pub rotary_dim: usize,
-    /// The method that extends the context.
+    /// The method that extends the context beyond the original length.
     pub kind: RopeKind,
 }
 
 impl Rope {
-    /// Whether the angle at a position depends on the length of its sequence.
+    /// Returns whether the angle at a position also depends on the length of the sequence.
     pub fn depends_on_length(&self) -> bool {
         matches!(self.kind, RopeKind::Dynamic { .. } | RopeKind::LongRope { .. })
     }
 }
 
-/// The supported values of `rope_type`.
+/// The supported values of `rope_type`: methods to extend the context.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeKind {
-    /// Frequencies without any scaling.
+    /// The frequencies are not scaled.
     Default,
     /// Positions are divided by a factor.
     Linear {
         /// The divisor of all positions.
         factor: f64,
     },
-    /// The base grows for sequences longer than the original context.
+    /// The base of the frequencies grows for sequences longer than the original context.
     Dynamic {
-        /// The scaling factor of the base.
+        /// The factor by which the base grows.
         factor: f64,
         /// The context length before scaling, in tokens.
         original_max_position_embeddings: f64,
@@ -47,56 +47,56 @@ pub enum RopeKind {
         factor: f64,
         /// The context length before scaling, in tokens.
         original_max_position_embeddings: f64,
-        /// Number of rotations above which a frequency is kept.
+        /// A frequency with more rotations than this over the original context is kept.
         beta_fast: f64,
-        /// Number of rotations below which a frequency is interpolated.
+        /// A frequency with fewer rotations than this over the original context is interpolated.
         beta_slow: f64,
-        /// Factor on cosine and sine.
+        /// Factor on the cosines and sines of the embedding.
         attention_factor: f64,
-        /// Whether the bounds are rounded to whole dimensions.
+        /// Whether the bounds between kept and interpolated frequencies are rounded to whole dimensions.
         truncate: bool,
     },
     /// LongRoPE (arXiv 2402.13753): a divisor for each frequency.
     LongRope {
-        /// Divisors for sequences within the original context.
+        /// Divisor of each frequency for sequences within the original context.
         short_factor: Vec<f64>,
-        /// Divisors for longer sequences.
+        /// Divisor of each frequency for longer sequences.
         long_factor: Vec<f64>,
         /// The context length before scaling, in tokens.
         original_max_position_embeddings: f64,
-        /// Factor on cosine and sine.
+        /// Factor on the cosines and sines of the embedding.
         attention_factor: f64,
     },
-    /// The frequency bands of Llama 3.
+    /// Llama 3's method: low frequencies are divided by a factor, high ones are kept.
     Llama3 {
         /// The divisor of low frequencies.
         factor: f64,
-        /// Wavelengths longer than original/low are scaled.
+        /// Wavelengths longer than the original context length divided by this number are scaled.
         low_freq_factor: f64,
-        /// Wavelengths shorter than original/high are kept.
+        /// Wavelengths shorter than the original context length divided by this number are kept.
         high_freq_factor: f64,
         /// The context length before scaling, in tokens.
         original_max_position_embeddings: f64,
     },
 }
 
-/// The values needed to read a rotary position embedding.
+/// Values of the model that are needed to read its rotary position embedding.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     /// Width of an attention head.
     pub(crate) head_dim: usize,
-    /// The value in config.json.
+    /// The model's context length in config.json.
     pub(crate) max_position_embeddings: usize,
     /// True for Phi-3: only a part of a head may rotate, and LongRoPE has other key names.
     pub(crate) is_phi3: bool,
 }
 
-/// Reads the embedding that all layers share.
+/// Reads the rotary position embedding that all layers share.
 ///
 /// # Errors
 /// Fails if a key cannot be parsed or is not supported.
 pub(crate) fn rope(keys: &Keys<'_>, default_theta: f64, sizes: Sizes) -> Result<Rope, ModelCardError> {
-    // A key that is overridden must still be valid.
+    // `rope_theta` must be valid even if `rope_parameters` overrides it.
     let flat_theta = keys.number("rope_theta", Some(default_theta))?;
     let (name, parameters) = match keys.get("rope_parameters") {
         Some(value) => ("rope_parameters", Some(value)),
@@ -105,16 +105,20 @@ pub(crate) fn rope(keys: &Keys<'_>, default_theta: f64, sizes: Sizes) -> Result<
     if let Some((layer_type, nested)) =
         parameters.and_then(Value::as_object).and_then(|o| o.iter().find(|(_, v)| v.is_object()))
     {
-        return keys.refuse(&format!("{name}.{layer_type}"), nested, "rope by layer type is not supported");
+        return keys.refuse(
+            &format!("{name}.{layer_type}"),
+            nested,
+            "different rotary position embeddings by layer type are not supported for this model_type",
+        );
     }
     one(keys, (name, parameters), flat_theta, sizes)
 }
 
-/// Reads the embeddings of full layers and of layers with a window. The window layers' base comes from the key in
-/// `local_theta`, else from the number in it, else it is that of the full layers.
+/// Reads the rotary position embeddings of layers with full attention and of layers with a window. The base for layers with a
+/// window is the value of the key that `local_theta` names, else the number in `local_theta`, else the base of the other layers.
 ///
 /// # Errors
-/// The same as for [`rope`].
+/// Fails for the same reasons as [`rope`].
 pub(crate) fn ropes_by_layer_type(
     keys: &Keys<'_>,
     default_theta: f64,
@@ -128,7 +132,7 @@ pub(crate) fn ropes_by_layer_type(
         let local = one(keys, ("rope_scaling", None), local_theta, sizes)?;
         return Ok((one(keys, ("rope_scaling", keys.get("rope_scaling")), theta, sizes)?, local));
     };
-    // If both layer types have an entry, transformers 5 ignores other keys.
+    // If both layer types have an entry in `rope_parameters`, transformers 5 ignores all other keys.
     let of = |layer_type: &str, theta: f64| {
         let found = parameters.get(layer_type).filter(|value| !value.is_null());
         one(keys, (&format!("rope_parameters.{layer_type}"), found), theta, sizes)
@@ -147,7 +151,7 @@ fn one(
         return Ok(Rope { theta: flat_theta, rotary_dim, kind: RopeKind::Default });
     };
     if !parameters.is_object() {
-        return keys.refuse(name, parameters, "it must be an object");
+        return keys.refuse(name, parameters, "the value must be an object");
     }
     let inner = Keys { file: keys.file, value: parameters };
     let theta = match inner.get("rope_theta") {
@@ -159,7 +163,8 @@ fn one(
         None => rotary_dim(keys, "partial_rotary_factor", keys.get("partial_rotary_factor"), sizes)?,
     };
     let rope_type = inner.get("rope_type").or_else(|| inner.get("type"));
-    // transformers 4 derived a missing value from max_position_embeddings, in ways that differ between its versions.
+    // `original_max_position_embeddings` is required here: transformers 4 derived a missing value from max_position_embeddings, in
+    // ways that differ between its versions.
     let required = |key: &str| {
         inner.number(key, None).map_err(|error| ModelCardError { detail: format!("{name}.{}", error.detail), ..error })
     };
@@ -172,7 +177,7 @@ fn one(
             original_max_position_embeddings: sizes.max_position_embeddings as f64,
         },
         Some(Some("longrope")) => long_rope(keys, &inner, name, rotary_dim, sizes)?,
-        // Phi-3's first checkpoints use these names for LongRoPE.
+        // Phi-3's first checkpoints use these values of `rope_type` for LongRoPE.
         Some(Some("su" | "yarn")) if sizes.is_phi3 => long_rope(keys, &inner, name, rotary_dim, sizes)?,
         Some(Some("llama3")) => {
             let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
@@ -180,7 +185,7 @@ fn one(
                 return keys.refuse(
                     &format!("{name}.high_freq_factor"),
                     &high.into(),
-                    "it must be above low_freq_factor",
+                    "the value must be above low_freq_factor",
                 );
             }
             RopeKind::Llama3 {
@@ -192,7 +197,7 @@ fn one(
         }
         Some(Some("yarn")) => {
             let original = original()?;
-            // An explicit null means the ratio of the two context lengths, as in transformers 5.
+            // If `factor` is null, it is the ratio of the two context lengths, as in transformers 5.
             let factor = match parameters.get("factor") {
                 Some(Value::Null) => sizes.max_position_embeddings as f64 / original,
                 Some(_) | None => required("factor")?,
@@ -208,11 +213,11 @@ fn one(
     Ok(Rope { theta, rotary_dim, kind })
 }
 
-/// Reads how many columns of a head rotate.
+/// Reads how many columns of an attention head rotate.
 fn rotary_dim(keys: &Keys<'_>, key: &str, factor: Option<&Value>, sizes: Sizes) -> Result<usize, ModelCardError> {
     let Some(value) = factor else { return Ok(sizes.head_dim) };
     let Some(factor) = value.as_f64().filter(|factor| *factor > 0.0 && *factor <= 1.0) else {
-        return keys.refuse(key, value, "it must be above 0 and at most 1");
+        return keys.refuse(key, value, "the value must be above 0 and at most 1");
     };
     if factor != 1.0 && !sizes.is_phi3 {
         return keys.refuse(key, value, "only 1 is supported in this model_type");
@@ -242,12 +247,12 @@ fn long_rope(
             None => keys.refuse(
                 &format!("{name}.{key}"),
                 value,
-                &format!("it must be a list of {} positive numbers", rotary_dim / 2),
+                &format!("the value must be a list of {} positive numbers", rotary_dim / 2),
             ),
         }
     };
     let max = sizes.max_position_embeddings as f64;
-    // Phi-3 has the key outside of the rope parameters, and that value takes precedence.
+    // Phi-3 has the key `partial_rotary_factor` outside of the rope parameters, and that value takes precedence.
     let original = match keys.get("original_max_position_embeddings") {
         Some(_) => keys.number("original_max_position_embeddings", None)?,
         None => inner.number("original_max_position_embeddings", Some(max))?,

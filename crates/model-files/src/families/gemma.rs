@@ -59,8 +59,8 @@ fn window(keys: &Keys<'_>) -> Result<usize, ModelCardError> {
     keys.size("sliding_window", Some(4096))
 }
 
-/// Sets what both families share; `softcaps` are the defaults for attention and for the logits. An explicit null
-/// turns a cap off.
+/// Sets the fields that Gemma 2 and Gemma 3 share; `softcaps` are the default soft caps of attention scores and of logits. An
+/// explicit null turns a cap off.
 fn common(
     keys: &Keys<'_>,
     mut model: ModelDescription,
@@ -69,7 +69,7 @@ fn common(
     super::read_attention_bias(keys, &mut model)?;
     model.norms = LayerNorms::AROUND;
     model.norm_offset = 1.0;
-    // transformers rounds this factor to the dtype of the weights; here it is f32 in every precision.
+    // transformers rounds the factor on the embeddings to the dtype of the weights; here the factor is f32 in every precision.
     model.embedding_multiplier = (model.hidden_size as f64).sqrt();
     model.attention_scale = keys.number("query_pre_attn_scalar", Some(256.0))?.powf(-0.5);
     let softcap = |key: &str, usual: Option<f64>| match keys.value.get(key) {

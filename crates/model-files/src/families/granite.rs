@@ -20,8 +20,8 @@ pub(super) const GRANITE: Family = Family {
     ..Family::COMMON
 };
 
-/// The family of Granite 4. Its MLP is the one called shared in mixture-of-experts models; `intermediate_size` would
-/// be the experts' size.
+/// The family of Granite 4. Its MLP has the names of the shared MLP in mixture-of-experts models (`shared_intermediate_size`);
+/// `intermediate_size` is the size of the experts, which supported models do not have.
 pub(super) const GRANITE_HYBRID: Family = Family {
     model_type: "granitemoehybrid",
     reads: &MULTIPLIERS,
@@ -39,8 +39,7 @@ pub(super) const GRANITE_HYBRID: Family = Family {
     ..Family::COMMON
 };
 
-/// Reads the multipliers. Each defaults to 1, including the attention's
-/// (transformers 5.23.0, configuration_granite.py).
+/// Reads Granite's multipliers. Each defaults to 1, including the attention's (transformers 5.23.0, configuration_granite.py).
 fn common(keys: &Keys<'_>, mut model: ModelDescription) -> Result<ModelDescription, ModelCardError> {
     read_attention_bias(keys, &mut model)?;
     model.embedding_multiplier = keys.number("embedding_multiplier", Some(1.0))?;
@@ -60,6 +59,6 @@ fn only_attention(keys: &Keys<'_>, num_layers: usize) -> Result<(), ModelCardErr
     let is_attention = |name: &serde_json::Value| name == "attention" || name == "full_attention";
     match value.as_array() {
         Some(list) if list.len() == num_layers && list.iter().all(is_attention) => Ok(()),
-        _ => keys.refuse("layer_types", value, "it must name attention for each of num_hidden_layers layers"),
+        _ => keys.refuse("layer_types", value, "the value must name attention for each of num_hidden_layers layers"),
     }
 }

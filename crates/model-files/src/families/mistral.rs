@@ -8,7 +8,7 @@ use crate::config::windows;
 pub(super) const MISTRAL: Family = Family {
     model_type: "mistral",
     describe: |keys, mut model| {
-        // The default of MistralConfig itself is 4096.
+        // The default window size is the 4096 of transformers' MistralConfig.
         let window = match keys.value.get("sliding_window") {
             None => Some(4096),
             Some(Value::Null) => None,

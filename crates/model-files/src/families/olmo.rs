@@ -16,7 +16,8 @@ pub(super) const OLMO2: Family = Family {
     ..Family::COMMON
 };
 
-/// The family of OLMo 3. Three of four layers have a window, and only these are not scaled to the longer context.
+/// The family of OLMo 3. Three of four layers have an attention window, and only in these the rotary position embedding is not
+/// scaled to the longer context.
 pub(super) const OLMO3: Family = Family {
     model_type: "olmo3",
     reads: &["rope_local_base_freq"],

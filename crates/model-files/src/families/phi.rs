@@ -1,4 +1,4 @@
-//! Phi-3, 3.5, 4 and 4-mini: Llama with two fused projections; only a part of a head may rotate.
+//! Phi-3, 3.5, 4 and 4-mini: Llama with two fused projections; the rotary position embedding may rotate only a part of each head.
 
 use super::Family;
 use crate::config::{Projections, windows};

@@ -26,7 +26,7 @@ pub(super) const QWEN2: Family = Family {
     ..Family::COMMON
 };
 
-/// Returns the windows: if `use_sliding_window` is true, layers from `max_window_layers` on have one.
+/// Returns the attention windows: if `use_sliding_window` is true, layers from `max_window_layers` on have one.
 fn late_windows(keys: &Keys<'_>, num_layers: usize) -> Result<Vec<Option<usize>>, ModelCardError> {
     let window = match keys.flag("use_sliding_window", false)? {
         true => Some(keys.size("sliding_window", Some(4096))?),
@@ -36,7 +36,7 @@ fn late_windows(keys: &Keys<'_>, num_layers: usize) -> Result<Vec<Option<usize>>
         None => 28,
         Some(value) => match value.as_u64() {
             Some(n) => usize::try_from(n).unwrap_or(usize::MAX),
-            None => return keys.refuse("max_window_layers", value, "it must be a whole number"),
+            None => return keys.refuse("max_window_layers", value, "the value must be a whole number"),
         },
     };
     windows(keys, num_layers, window, |layer| layer >= first)

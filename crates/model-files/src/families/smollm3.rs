@@ -13,7 +13,7 @@ pub(super) const SMOLLM3: Family = Family {
         read_attention_bias(keys, &mut model)?;
         model.mlp_bias = keys.flag("mlp_bias", false)?;
         model.rotates = rotating_layers(keys, model.num_hidden_layers)?;
-        // If the model uses windows, the layers without positions have them.
+        // If the model uses attention windows, only the layers without rotary position embedding have them.
         let window = match keys.flag("use_sliding_window", false)? && keys.get("sliding_window").is_some() {
             true => Some(keys.size("sliding_window", None)?),
             false => None,
@@ -24,8 +24,8 @@ pub(super) const SMOLLM3: Family = Family {
     ..Family::COMMON
 };
 
-/// Reads which layers rotate: `no_rope_layers` has 1 for a layer that rotates and 0 for one that does not. Without it,
-/// every `no_rope_layer_interval`th layer does not rotate (transformers 5.23.0, configuration_smollm3.py).
+/// Reads which layers have a rotary position embedding: `no_rope_layers` has 1 for a layer with it and 0 for one without. If the
+/// key is missing, every `no_rope_layer_interval`th layer has none (transformers 5.23.0, configuration_smollm3.py).
 fn rotating_layers(keys: &Keys<'_>, num_layers: usize) -> Result<Vec<bool>, ModelCardError> {
     let Some(value) = keys.get("no_rope_layers") else {
         let interval = keys.size("no_rope_layer_interval", Some(4))?;
@@ -39,7 +39,9 @@ fn rotating_layers(keys: &Keys<'_>, num_layers: usize) -> Result<Vec<bool>, Mode
     match list.filter(|list| list.len() >= num_layers) {
         Some(list) => Ok(list.into_iter().take(num_layers).collect()),
         None => {
-            keys.refuse("no_rope_layers", value, "it must have 1 (rotates) or 0 for each of num_hidden_layers layers")
+            let advice = "the value must have 1 (with rotary position embedding) or 0 (without) for each of num_hidden_layers \
+                          layers";
+            keys.refuse("no_rope_layers", value, advice)
         }
     }
 }

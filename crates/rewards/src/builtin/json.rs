@@ -10,7 +10,7 @@ use crate::SampleError;
 use crate::sample::RewardValue;
 use crate::spec::{BlankReference, JsonSchema, JsonSchemaPlan};
 
-/// Maximum number of compiled row schemas in memory.
+/// Maximum number of JSON schemas from dataset rows that are kept compiled in memory.
 const MAX_ROW_SCHEMAS: usize = 256;
 
 /// A compiled `json_schema` reward.
@@ -22,12 +22,12 @@ pub(super) struct JsonCheck {
     rows: RowSchemas,
 }
 
-/// Compiled schemas of rows by their text, or the error of a schema that cannot be used.
+/// The compiled JSON schemas of dataset rows, by the schema's text; an error for a schema that cannot be compiled.
 #[derive(Debug, Default)]
 struct RowSchemas(Mutex<HashMap<String, Result<Arc<JsonSchema>, String>>>);
 
 impl RowSchemas {
-    /// Returns the compiled schema from memory, or compiles it.
+    /// Returns the compiled form of a JSON schema, from memory if it was compiled before.
     fn get(&self, schema: &Value) -> Result<Arc<JsonSchema>, String> {
         let text = schema.to_string();
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&text).cloned();
@@ -49,7 +49,8 @@ impl JsonCheck {
         Ok(Self { schema, column: plan.column.clone(), fenced: plan.fenced, rows: RowSchemas::default() })
     }
 
-    /// Returns 1 or 0; an error if the row's schema is not valid; not applicable if the row's schema is null.
+    /// Returns 1 if the completion matches the schema, else 0; an error if the row's schema is not valid; not applicable
+    /// if it is null.
     pub(super) fn value(
         &self,
         completion: &str,

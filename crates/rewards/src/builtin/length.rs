@@ -5,8 +5,8 @@ use std::collections::HashSet;
 use crate::sample::RewardSample;
 use crate::spec::{LengthPlan, LengthUnit, RepetitionPlan, SoftOverlongPlan};
 
-/// Returns 1 inside the band, and `below` or `above` outside of it, interpolated linearly over the soft margin. Adds the bonus
-/// if the completion ends a sentence.
+/// Returns the reward for a length: 1 inside the configured band, `below` or `above` outside of it, interpolated linearly over the
+/// soft margin. Adds the bonus if the completion ends a sentence.
 pub(super) fn length(sample: &RewardSample, plan: &LengthPlan) -> f64 {
     let count = match plan.unit {
         LengthUnit::Words => sample.completion.split_whitespace().count() as u64,
@@ -28,8 +28,8 @@ pub(super) fn length(sample: &RewardSample, plan: &LengthPlan) -> f64 {
     band + if is_sentence { plan.sentence_bonus } else { 0.0 }
 }
 
-/// Returns `max_penalty` times the share of n-grams that occurred earlier in the text; 0 if the text
-/// is shorter than one n-gram.
+/// Returns the penalty for repetition: `max_penalty` times the share of n-grams that occurred earlier in the text; 0 if the text is
+/// shorter than one n-gram.
 pub(super) fn repetition(completion: &str, plan: &RepetitionPlan) -> f64 {
     let lower = completion.to_lowercase();
     let words: Vec<&str> = lower.split_whitespace().collect();
@@ -79,7 +79,7 @@ mod tests {
             ("", 0.0),
             ("one", 0.0),
             ("one two three", 0.0),
-            // Its 2-grams are "a b", "b a", "a b"; one of the three occurred before.
+            // The 2-grams of "a b A b" are "a b", "b a", "a b"; one of the three occurred before.
             ("a b A b", -1.0 / 3.0),
             ("no no no no no", -0.75),
         ] {

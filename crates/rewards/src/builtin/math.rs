@@ -14,12 +14,13 @@ use expression::Expression;
 
 /// Longest answer that is parsed as mathematics, in bytes.
 const MAX_ANSWER_BYTES: usize = 4_000;
-/// Points at which expressions with variables are compared. Two polynomials that agree at all of them are equal in practice.
+/// Values for the variables of two expressions that are compared. Two polynomials that agree at all these points
+/// are equal in practice.
 const POINTS: [f64; 5] = [0.734_1, 1.391_7, 2.173_9, 3.617_3, 0.219_7];
-/// Largest relative difference between two expressions at a point.
+/// Maximum relative difference between the values of two equal expressions at one of the test points.
 const POINT_TOLERANCE: f64 = 1e-9;
 
-/// Returns the final answer in a text.
+/// Returns the final answer of a completion, from the configured place (a `\boxed{…}`, a tag, or the whole text).
 pub(super) fn final_answer(text: &str, place: AnswerPlace) -> Option<String> {
     match place {
         AnswerPlace::Boxed => boxed(text),
@@ -32,7 +33,7 @@ pub(super) fn final_answer(text: &str, place: AnswerPlace) -> Option<String> {
     }
 }
 
-/// Returns the answer in a reference column: the marked answer if there is one, else the whole text.
+/// Returns the answer in a dataset's reference column: the marked answer if there is one, else the whole text.
 pub(super) fn reference_answer(text: &str) -> String {
     let hashes = text.rsplit_once("####").map(|(_, answer)| answer.trim().to_owned());
     boxed(text).or(hashes).unwrap_or_else(|| text.trim().to_owned())
@@ -89,9 +90,9 @@ pub(super) fn equal(answer: &str, reference: &str, tolerance: f64) -> bool {
     same_value(&answer, &reference, tolerance)
 }
 
-/// A list of answers, with its brackets.
+/// A final answer that is a list, such as `(1, 2)`, split into its items.
 struct Parts<'a> {
-    /// Opening and closing bracket, if there are any.
+    /// The list's opening and closing bracket; `None` for a bare list such as `1, 2`.
     brackets: Option<(char, char)>,
     items: Vec<&'a str>,
 }
@@ -118,7 +119,8 @@ impl<'a> Parts<'a> {
         Self { brackets: None, items }
     }
 
-    /// Compares in order if there are round or square brackets (points, intervals), and in any order for sets and bare lists.
+    /// Compares two lists of answers: in order if they have round or square brackets (points, intervals), in any order for
+    /// sets and bare lists.
     fn equal(&self, other: &Self, tolerance: f64) -> bool {
         let is_ordered = |brackets: Option<(char, char)>| !matches!(brackets, None | Some(('{', '}')));
         if self.items.len() != other.items.len() || is_ordered(self.brackets) != is_ordered(other.brackets) {
@@ -161,7 +163,7 @@ fn same_value(answer: &str, reference: &str, tolerance: f64) -> bool {
     let (Some(left), Some(right)) = (Value::of(answer), Value::of(reference)) else { return false };
     match (left, right) {
         (Value::Number(left), Value::Number(right)) => {
-            // "50%" equals both 0.5 and "50".
+            // The answer "50%" equals both 0.5 and 50.
             let percents = (answer.contains('%'), reference.contains('%'));
             close(left, right, tolerance)
                 || (percents == (true, false) && close(left * 100.0, right, tolerance))
@@ -171,7 +173,7 @@ fn same_value(answer: &str, reference: &str, tolerance: f64) -> bool {
             left.variables() == right.variables()
                 && POINTS.iter().enumerate().all(|(index, _)| {
                     let value = |expression: &Expression| {
-                        // Each variable gets another point.
+                        // Different variables get different values.
                         expression.value(&|name| {
                             Some(POINTS[(index + name as usize) % POINTS.len()] + f64::from(name as u32 % 7))
                         })
@@ -201,7 +203,7 @@ impl Value {
         match parsed.value(&|_| None) {
             Some(number) => Some(Value::Number(number)),
             None => {
-                // "5 apples" and "12 cm": a number followed by words.
+                // Answers such as "5 apples" and "12 cm": only the number before the words is compared.
                 let words = text.split(|c: char| !c.is_ascii_alphabetic()).any(|word| word.len() > 1);
                 let number = UNIT
                     .captures(text)

@@ -9,13 +9,14 @@ use crate::Judgement;
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::RewardPlan;
 
-/// Builds the reward from a plan of the current version.
+/// Builds a built-in reward from a plan as the current version stores it.
 fn of_now(reward: Value) -> Builtin {
     let plan = crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0;
     Builtin::of_plan(&plan).unwrap()
 }
 
-/// Builds the reward from a plan of an older version, which has no limit and no rule for blank references.
+/// Builds a built-in reward from a plan as older versions stored it: without a limit of values and without a
+/// rule for blank references.
 fn of_before(reward: Value) -> Builtin {
     let plan = crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0;
     let mut plan = serde_json::to_value(plan).unwrap();
@@ -62,8 +63,8 @@ fn no_reward_applies_to_a_blank_reference() {
             }
         }
     }
-    // A row without the column has no reference either. A template reports an error instead, because its
-    // column name may be mistyped.
+    // A row without the reference column has no reference either. A template reports an error for a missing column instead, because
+    // the name may be mistyped.
     for reward in comparing() {
         let judgement = judged(&of_now(reward.clone()), "any", json!({"other": 1}));
         match reward.get("reference") {
@@ -71,10 +72,10 @@ fn no_reward_applies_to_a_blank_reference() {
             Some(_) => assert_eq!(judgement.error.unwrap().code, "template_failed", "{reward}"),
         }
     }
-    // The reference marks its answer, but the answer is blank.
+    // A reference whose marked answer (after `####`) is blank counts as blank.
     let math = of_now(json!({"type": "math_equal", "column": "key"}));
     assert_eq!(judged(&math, "7", json!({"key": "3 + 4\n#### "})).value, RewardValue::NotApplicable);
-    // Values that are not blank are compared, including 0 and false.
+    // References that are not blank are compared, including 0 and false.
     let contains = of_now(json!({"type": "contains", "column": "key"}));
     for (key, expected) in [(json!(0), 1.0), (json!(false), 0.0), (json!(" a "), 1.0), (json!("-"), 0.0)] {
         assert_eq!(judged(&contains, "a 0", json!({"key": key})).value.number(), Some(expected), "{key}");
@@ -104,7 +105,7 @@ fn a_job_without_the_rule_still_compares_blank_references() {
         Ok(0.5),
     ];
     assert_eq!(values.collect::<Vec<_>>(), expected);
-    // A current plan can ask for the old rule.
+    // A plan with `blank_reference: compare` asks for the rule of older versions: blank references are compared.
     let asked = of_now(json!({"type": "contains", "column": "key", "blank_reference": "compare"}));
     assert_eq!(judged(&asked, "any", json!({"key": ""})).value.number(), Some(1.0));
     assert_eq!(judged(&asked, "any", json!({})).error.unwrap().code, "column_missing");

@@ -6,12 +6,12 @@ use rapidfuzz::distance::{indel, lcs_seq};
 
 use crate::spec::SimilarityMetric;
 
-/// Longest text that is compared, in characters. The rest of a longer text is ignored.
+/// Maximum number of characters of a text that the similarity metrics compare. The rest of a longer text is ignored.
 const MAX_CHARS: usize = 50_000;
 /// Longest n-grams of BLEU and GLEU, in words.
 const MAX_ORDER: usize = 4;
 
-/// Returns the similarity of `input` to `reference`.
+/// Returns the similarity of `input` to `reference` by one of the metrics, from 0 to 1.
 pub(super) fn similarity(input: &str, reference: &str, metric: SimilarityMetric) -> f64 {
     let cut = |text: &str| text.chars().take(MAX_CHARS).collect::<String>();
     let (input, reference) = (cut(input), cut(reference));
@@ -47,7 +47,7 @@ fn counts<T: Eq + std::hash::Hash>(words: &[T], order: usize) -> HashMap<&[T], u
     counts
 }
 
-/// Counts the n-grams that both texts contain, each as often as in the text that has fewer of them.
+/// Counts the n-grams that two texts share. An n-gram counts as often as it occurs in the text that has fewer of it.
 fn shared<T: Eq + std::hash::Hash>(left: &[T], right: &[T], order: usize) -> usize {
     let other = counts(right, order);
     counts(left, order).into_iter().map(|(ngram, count)| count.min(other.get(ngram).copied().unwrap_or(0))).sum()
@@ -131,20 +131,21 @@ mod tests {
     #[test]
     fn the_measures_are_their_definitions() {
         use SimilarityMetric::{Bleu, FuzzyMatch, Gleu, Rouge1, Rouge2, Rouge5, RougeL};
-        // "kitten" and "sitting" share i, t, t, n: 2 · 4 / 13.
+        // The words "kitten" and "sitting" (13 letters) share the four letters i, t, t, n: 2 · 4 / 13.
         near("kitten", "sitting", FuzzyMatch, 8.0 / 13.0);
-        // the cat the cat on the mat | the cat is on the mat: 5 of 7 and 5 of 6 words.
+        // The texts "the cat the cat on the mat" and "the cat is on the mat" share 5 words: 5 of 7 and 5 of 6.
         let (input, reference) = ("the cat the cat on the mat", "the cat is on the mat");
         near(input, reference, Rouge1, 2.0 * (5.0 / 7.0) * (5.0 / 6.0) / (5.0 / 7.0 + 5.0 / 6.0));
-        // Shared pairs are "the cat", "on the", "the mat": 3 of 6 and 3 of 5.
+        // The two texts share the word pairs "the cat", "on the", "the mat": 3 of 6 and 3 of 5.
         near(input, reference, Rouge2, 2.0 * 0.5 * 0.6 / 1.1);
         near(input, reference, RougeL, 2.0 * (5.0 / 7.0) * (5.0 / 6.0) / (5.0 / 7.0 + 5.0 / 6.0));
         near(input, reference, Rouge5, 0.0);
-        // 5, 3, 1 ("on the mat") and 0 of the input's 7 + 6 + 5 + 4 n-grams match; the reference has 6 + 5 + 4 + 3.
+        // GLEU: 5, 3, 1 ("on the mat") and 0 of the input's 7 + 6 + 5 + 4 n-grams of one to four words match; the reference has 6 +
+        // 5 + 4 + 3.
         near(input, reference, Gleu, 9.0 / 22.0);
         let precisions: [f64; 4] = [5.0 / 7.0, 4.0 / 7.0, 2.0 / 6.0, 1.0 / 5.0];
         near(input, reference, Bleu, precisions.iter().product::<f64>().powf(0.25));
-        // The brevity penalty is exp(1 − 6/3). Every word matches; smoothed precisions are 3/3 of pairs, 2/2 of triples, 1/1.
+        // BLEU: the brevity penalty is exp(1 − 6/3). Every word matches; smoothed precisions are 3/3 of pairs, 2/2 of triples, 1/1.
         near("the cat is", reference, Bleu, (-1.0f64).exp());
         near("The CAT, is on the mat!", reference, Rouge1, 1.0);
     }

@@ -2,8 +2,8 @@
 
 use crate::spec::FormatPlan;
 
-/// Returns 1 if every tag opens and closes once and in order, and if `strict` no other text is outside the tags; else 0. With
-/// `partial`, returns the share of these requirements that are met.
+/// Returns 1 if every tag of the plan opens and closes once and in order, and, with `strict`, no text is outside the tags; else 0.
+/// With `partial`, returns the share of these requirements that are met.
 pub(super) fn format(completion: &str, plan: &FormatPlan) -> f64 {
     let (mut met, mut end, mut is_clean) = (0usize, 0, true);
     for (index, tag) in plan.tags.iter().enumerate() {

@@ -12,12 +12,12 @@ use super::Builtin;
 use crate::sample::RewardSample;
 use crate::{Judgement, RewardFailure};
 
-/// Time limit for one completion.
+/// Time limit of a built-in reward for one completion.
 pub(super) const SAMPLE_LIMIT: Duration = Duration::from_secs(10);
-/// Time limit for all completions of one request.
+/// Time limit of a built-in reward for all completions of one call.
 const BATCH_LIMIT: Duration = Duration::from_secs(600);
-/// Interval between two checks. A longer gap counts as at most twice this, because then the machine was
-/// suspended, not the grader slow.
+/// Interval at which the watchdog checks the time limits. A longer gap counts as at most twice this interval, because then the
+/// machine was suspended and the grader is not slow.
 const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
 /// State shared by the grading thread and its watchdog.
@@ -35,7 +35,7 @@ impl Drop for StopOnDrop {
     }
 }
 
-/// Counts a grading thread for as long as it exists.
+/// Guard that counts a grading thread as running until it is dropped.
 struct Running(Arc<AtomicUsize>);
 
 impl Running {
@@ -51,7 +51,7 @@ impl Drop for Running {
     }
 }
 
-/// Grades every sample on a blocking thread. Dropping the future stops the thread before its next sample.
+/// Computes the built-in reward of every sample on a blocking thread. Dropping the future stops the thread before its next sample.
 pub(super) async fn judge(
     builtin: &Builtin,
     samples: &[RewardSample],
@@ -152,7 +152,7 @@ mod tests {
         let judging = judge(&builtin, &samples, SAMPLE_LIMIT);
         assert!(tokio::time::timeout(Duration::from_millis(50), judging).await.is_err());
         assert!(builtin.is_grading());
-        // Grading all 1000 samples would take an hour.
+        // Computing the reward of all 1000 samples would take an hour.
         tokio::time::timeout(Duration::from_secs(60), grading_ends(&builtin)).await.unwrap();
     }
 

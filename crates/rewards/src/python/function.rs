@@ -18,22 +18,23 @@ use crate::spec::{PythonPlan, RewardKind, RewardPlan, RewardSecrets};
 use crate::webhook::Webhook;
 use crate::{BuildError, JobContext, Judged, Reward, RewardFailure};
 
-/// The Python files of one attempt. Each file has one process, which serves all rewards that use its functions.
+/// The Python files with reward functions of one attempt at a job. Each file has one Python process, which serves all rewards
+/// that use its functions.
 #[derive(Default)]
 pub struct PythonFunctions(Mutex<BTreeMap<PathBuf, Arc<FileServer>>>);
 
-/// The server process of one file, started at first use.
+/// The Python process that serves the functions of one file, started at first use.
 struct FileServer {
     file: PathBuf,
     sha256: Option<String>,
-    /// Bound at creation, so that the address is known before the process runs.
+    /// Listening socket for the Python process, bound first so that the address is known before the process runs.
     listener: TcpListener,
     secret: String,
     requirements: Mutex<Requirements>,
     server: OnceCell<PythonServer>,
 }
 
-/// Functions and number of processes that the rewards of one file require.
+/// The functions and the number of worker processes that the rewards of one file require.
 #[derive(Debug, Default, Clone)]
 struct Requirements {
     functions: Vec<String>,
@@ -118,7 +119,8 @@ pub struct PythonFunction {
 }
 
 impl PythonFunction {
-    /// Creates the reward of a plan, with its process in `files`. `change` adds the webhook's shared state.
+    /// Creates the reward from its plan, with its Python process in `files`. `change` configures the HTTP client that calls the
+    /// process, for example with the journal.
     ///
     /// # Errors
     /// Fails when no listening address or no HTTP client can be created.
@@ -140,14 +142,14 @@ impl PythonFunction {
         Ok(Self { name: reward.name.clone(), file, webhook: change(webhook, &url) })
     }
 
-    /// Returns the webhook client of the process.
+    /// Returns the HTTP client that calls the Python process, which is started if it is not running.
     pub fn webhook(&self) -> &Webhook {
         &self.webhook
     }
 }
 
-/// Returns the same client, restricted to loopback. The operator's rule about loopback applies only
-/// to addresses that users give.
+/// Returns the same HTTP client, restricted to loopback addresses. The operator's rule about loopback applies only to
+/// addresses that users give.
 fn loopback_client(client: &RewardClient) -> Result<RewardClient, String> {
     let policy = OutgoingPolicy::parse(&["loopback"]).map_err(|why| why.to_string())?;
     let http = restricted_client_builder(&policy).http1_only().build();

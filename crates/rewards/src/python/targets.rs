@@ -6,25 +6,25 @@ use serde::Serialize;
 
 use super::PythonError;
 
-/// A file or module, and the functions in it to serve.
+/// A Python file or module, and the functions in it to serve as rewards.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Target {
-    /// Path of the file; `None` for a module that Python finds.
+    /// Path of the Python file; `None` for a module on Python's search path.
     pub file: Option<PathBuf>,
     /// Name of the module, if there is no file.
     pub module: Option<String>,
-    /// Folder that is searched first for the functions' imports.
+    /// Directory that Python searches first for the file's imports.
     pub folder: PathBuf,
-    /// The target as the user wrote it.
+    /// The target (file and functions) as the user wrote it.
     pub shown: String,
     /// Names of the functions.
     pub functions: Vec<String>,
-    /// SHA-256 in hexadecimal that the file must have.
+    /// SHA-256 in hexadecimal that the Python file must have.
     pub sha256: Option<String>,
 }
 
 impl Target {
-    /// Creates a target for a file with an absolute path.
+    /// Creates a target for a Python file with an absolute path.
     pub fn of_file(file: &Path, functions: Vec<String>, sha256: Option<String>) -> Self {
         Self {
             file: Some(file.to_owned()),
@@ -96,7 +96,7 @@ fn read_target(text: &str, directory: &Path) -> Result<Target, PythonError> {
     }
     match file.canonicalize() {
         Ok(path) if path.is_file() => {
-            // Imports are searched beside the file as it was named, not beside the target of a symbolic link.
+            // Imports are searched in the directory of the path as the user wrote it, not in that of a symbolic link's target.
             let folder = file.parent().and_then(|folder| folder.canonicalize().ok()).unwrap_or_default();
             Ok(Target { folder, shown: place.to_owned(), ..Target::of_file(&path, functions, None) })
         }

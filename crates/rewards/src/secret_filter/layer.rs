@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// A text without its outermost escapes.
+/// A text without its outermost escapes, with a map of positions to the escaped text.
 pub(super) struct Layer {
     pub(super) text: Vec<u8>,
     pieces: Vec<Piece>,
@@ -10,7 +10,7 @@ pub(super) struct Layer {
     length: usize,
 }
 
-/// The start of a piece in the unescaped text (`here`) and in the escaped text (`above`).
+/// Position where a piece starts, in the unescaped text (`here`) and in the escaped text (`above`).
 struct Piece {
     here: usize,
     above: usize,
@@ -60,7 +60,8 @@ impl Layer {
     }
 }
 
-/// Appends the meaning of the escape at the start of a text, and returns the length of the escape; `None` if there is none.
+/// Appends the character that the escape at the start of a text stands for, and returns the length of the escape; `None` if the
+/// text does not start with an escape.
 fn read_escape(text: &[u8], out: &mut Vec<u8>) -> Option<usize> {
     let mut push = |meant: u32| char::from_u32(meant).map(|meant| out.extend(meant.to_string().into_bytes()));
     match text {

@@ -1,4 +1,4 @@
-//! Counts every request, and records the failed ones for the health report of the reward.
+//! Counts every request to a reward service, and records the failed ones for the reward's health report.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::event::{Event, RewardChange};
 use crate::meter::Failure;
 use crate::protocol::RawMessage;
 
-/// One attempt to send a request, with its outcome.
+/// One attempt to send a request to a reward service, with its outcome.
 pub(super) struct Wire<'a> {
     pub request: &'a Request,
     /// Request headers as they were sent.
@@ -23,7 +23,7 @@ pub(super) struct Wire<'a> {
 }
 
 impl Webhook {
-    /// Counts a request. Health checks are not counted.
+    /// Counts one attempt to send a request, except health checks.
     pub(super) fn record_request(&self, wire: &Wire<'_>) {
         let Wire { request, headers, outcome, took } = wire;
         if request.about.samples.is_empty() {
@@ -54,7 +54,7 @@ impl Webhook {
         }
     }
 
-    /// Counts an answer that cannot be used.
+    /// Counts a service's answer that arrived but cannot be used.
     pub(super) fn record_unusable(&self, request: &Request, body: &[u8], problem: &str) {
         let failure = Failure {
             class: "invalid_answer",
@@ -73,7 +73,7 @@ impl Webhook {
         }
     }
 
-    /// Returns the error class and the message of a failed request; `None` if the request succeeded.
+    /// Returns the error class (as in the health report) and the message of a failed request; `None` if the request succeeded.
     fn class(&self, outcome: &Outcome) -> Option<(&'static str, String)> {
         let (status, body) = match outcome {
             Ok((status, _, body)) => (*status, body),
@@ -84,7 +84,7 @@ impl Webhook {
         };
         let answered = || format!("the service answered {status}");
         let class = match status.as_u16() {
-            // An answer that turns out to be unusable is counted later, by `account_unusable`.
+            // If an answer with status 2xx turns out to be unusable, `record_unusable` counts it later.
             200..=299 => match body {
                 Ok(_) => return None,
                 Err(why) if why == OVERSIZE => return None,

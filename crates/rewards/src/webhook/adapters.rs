@@ -23,7 +23,7 @@ mod vllm_classify;
 mod vllm_pooling;
 mod vllm_score;
 
-/// Returns the dialect of a reward that is another system's endpoint.
+/// Returns the request and answer format (dialect) of a reward that is another system's endpoint.
 pub(super) fn dialect(kind: &RewardKind) -> Result<Box<dyn Dialect>, String> {
     Ok(match kind {
         RewardKind::Openrlhf(plan) => Box::new(openrlhf::Openrlhf::new(plan)?),
@@ -43,7 +43,7 @@ pub(super) fn dialect(kind: &RewardKind) -> Result<Box<dyn Dialect>, String> {
     })
 }
 
-/// A text rendered from a sample: by a template, else the prompt followed by the completion.
+/// Renders the text that a reward model scores: by the user's template, else the prompt followed by the completion.
 struct Text(Option<SampleTemplate>);
 
 impl Text {
@@ -64,7 +64,8 @@ fn template_failed(why: String) -> SampleError {
     }
 }
 
-/// A query and a text rendered from a sample: by templates, else the last user message (or the prompt) and the completion.
+/// Renders the query and the text that a reranker scores: by the user's templates, else the last user message (or the
+/// prompt) and the completion.
 struct Pair {
     query: SampleTemplate,
     text: SampleTemplate,
@@ -86,7 +87,7 @@ impl Pair {
     }
 }
 
-/// Returns the row's value in a column; `Null` without a column.
+/// Returns the value of the dataset row in a column; `Null` if the plan names no column.
 fn label_of(sample: &RewardSample, column: Option<&str>) -> Result<Value, SampleError> {
     let Some(column) = column else { return Ok(Value::Null) };
     sample.columns.get(column).cloned().ok_or_else(|| SampleError {
@@ -95,7 +96,8 @@ fn label_of(sample: &RewardSample, column: Option<&str>) -> Result<Value, Sample
     })
 }
 
-/// Builds a body with the model's name, if there is one, and the user's extra fields, which take precedence.
+/// Builds a request body from the adapter's fields, the model's name if the plan has one, and the user's extra
+/// fields, which take precedence.
 fn body(mut fields: Value, model: Option<&str>, extra: &Map<String, Value>) -> String {
     if let Value::Object(object) = &mut fields {
         if let Some(model) = model {
@@ -106,12 +108,12 @@ fn body(mut fields: Value, model: Option<&str>, extra: &Map<String, Value>) -> S
     fields.to_string()
 }
 
-/// Returns a list in an answer, or an error that names the value.
+/// Returns a JSON value of a service's answer as a list, or an error that names the value.
 fn list<'a>(value: &'a Value, what: &str) -> Result<&'a Vec<Value>, String> {
     value.as_array().ok_or_else(|| format!("{what} is {}, not a list", name(value)))
 }
 
-/// Returns the list `field` of an object.
+/// Returns the list in the field `field` of a service's answer.
 fn list_in<'a>(value: &'a Value, field: &str) -> Result<&'a Vec<Value>, String> {
     let inside = value.get(field).ok_or_else(|| format!("the answer has no '{field}'"))?;
     list(inside, &format!("'{field}'"))
@@ -121,7 +123,8 @@ fn check_length(found: usize, samples: usize) -> Result<(), String> {
     if found == samples { Ok(()) } else { Err(format!("{found} scores for {samples} samples")) }
 }
 
-/// Sorts entries by their `index` into the order of the request. Servers sort by score, or answer in order of completion.
+/// Sorts the answer's entries by their `index` into the order of the request. Servers sort them by score, or answer in the order
+/// in which they finish.
 fn by_index(entries: &[Value], samples: usize) -> Result<Vec<&Value>, String> {
     check_length(entries.len(), samples)?;
     let mut places: Vec<Option<&Value>> = vec![None; samples];
@@ -133,11 +136,11 @@ fn by_index(entries: &[Value], samples: usize) -> Result<Vec<&Value>, String> {
             return Err(format!("index {index} twice"));
         }
     }
-    // The numbers of entries and slots are equal and no slot was filled twice, so every slot is filled.
+    // There are as many entries as samples and no index occurs twice, so every sample has an entry.
     Ok(places.into_iter().flatten().collect())
 }
 
-/// Returns the score of one label in `[{label, score}, …]` in any order. The other scores become metrics.
+/// Returns the score of the reward's label from a list `[{label, score}, …]` in any order. The other labels' scores become metrics.
 fn label_score(entries: &Value, wanted: Option<&str>) -> Found {
     let Some(entries) = entries.as_array() else {
         return Found::Invalid(format!("the labels are {}, not a list", name(entries)));
@@ -170,7 +173,7 @@ fn label_score(entries: &Value, wanted: Option<&str>) -> Found {
     found
 }
 
-/// Returns the names under which [`label_score`] finds that label.
+/// Returns the label names that [`label_score`] accepts for the reward's label.
 fn label_names(wanted: Option<&str>) -> Preserved {
     let numbered = wanted.and_then(|wanted| wanted.parse::<u32>().ok()).map(|number| format!("LABEL_{number}"));
     Preserved { words: wanted.map(str::to_owned).into_iter().chain(numbered).collect(), ..Preserved::default() }

@@ -6,40 +6,41 @@ pub use crate::callback::{name, parse};
 use crate::sample::RewardValue;
 use crate::{Judgement, SampleError};
 
-/// The parsed answer to one request.
+/// The parsed answer of a reward service to one request.
 #[derive(Debug, PartialEq)]
 pub struct Answer {
-    /// Results in the order of the request.
+    /// One result for each sample, in the order of the request.
     pub found: Vec<Found>,
-    /// Number of results for ids that were not requested.
+    /// Number of results for sample ids that were not requested.
     pub unknown: u64,
-    /// Number of further results for an id. The first result is used.
+    /// Number of repeated results for a sample id. The first result is used.
     pub duplicates: u64,
-    /// Observation for the author of the reward.
+    /// A hint for the author of the reward, if the answer looks wrong.
     pub remark: Option<String>,
 }
 
 impl Answer {
-    /// Creates an answer without unknown ids, duplicates and remark.
+    /// Creates an answer that has exactly the requested results, and no hint.
     pub fn of(found: Vec<Found>) -> Self {
         Self { found, unknown: 0, duplicates: 0, remark: None }
     }
 }
 
-/// Result for one sample.
+/// A service's result for one sample.
 #[derive(Debug, PartialEq)]
 pub enum Found {
-    /// A number, "not applicable", or an error that a retry would not fix.
+    /// A number, "not applicable", or a final error: asking the service again would not help.
     Judged(Judgement),
-    /// An error of the service that a retry may fix.
+    /// An error that the service marked as retryable.
     Retryable(SampleError),
-    /// A value that is not a reward; the text says why.
+    /// A value that is not a valid reward; the text says why.
     Invalid(String),
     /// The answer has no result for the sample.
     Absent,
 }
 
-/// Parses the answer to the request `id` for the samples `ids`. Returns an error if the answer as a whole is not valid.
+/// Parses an answer in the webhook format to the request `id` for the samples `ids`. Returns an error if the answer as a
+/// whole is not valid.
 pub fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String> {
     let value = parse(body)?;
     let object = match value {
@@ -47,7 +48,7 @@ pub fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String> {
         Value::Object(object) => object,
         other => return Err(format!("the answer is {}, not an object or an array", name(&other))),
     };
-    // Sample ids repeat between requests, so results of another request would be assigned to the wrong samples.
+    // Different requests use the same sample ids, so results of another request would be assigned to the wrong samples.
     if let Some(Value::String(other)) = object.get("id")
         && other != id
     {
@@ -69,7 +70,7 @@ pub fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String> {
     }
     if object.contains_key("reward") || object.contains_key("error") {
         if ids.len() != 1 {
-            return Err(format!("one 'reward' for {} samples", ids.len()));
+            return Err(format!("the answer has one 'reward', but the request had {} samples", ids.len()));
         }
         return Ok(Answer::of(vec![result(&object)]));
     }
@@ -78,7 +79,7 @@ pub fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String> {
 
 fn in_order(rewards: &[Value], ids: &[&str]) -> Result<Answer, String> {
     if rewards.len() != ids.len() {
-        return Err(format!("{} rewards for {} samples", rewards.len(), ids.len()));
+        return Err(format!("the answer has {} rewards for {} samples", rewards.len(), ids.len()));
     }
     Ok(Answer::of(rewards.iter().map(reward).collect()))
 }
@@ -104,7 +105,8 @@ fn by_id(results: &[Value], ids: &[&str]) -> Result<Answer, String> {
     Ok(Answer { found, unknown, duplicates, remark: None })
 }
 
-/// Parses one `{reward, metrics?, reason?, error?}`. An error takes precedence over a number, which is often a placeholder.
+/// Parses the result of one sample, `{reward, metrics?, reason?, error?}`. An error takes precedence over a number, which is
+/// often a placeholder then.
 fn result(entry: &Map<String, Value>) -> Found {
     match entry.get("error") {
         None | Some(Value::Null) => {}
@@ -113,7 +115,7 @@ fn result(entry: &Map<String, Value>) -> Found {
                 error.get(key).and_then(Value::as_str).map(|text| text.chars().take(most).collect::<String>())
             };
             let code = text("code", 300).unwrap_or_else(|| "service_error".to_owned());
-            // The limit leaves room for a traceback.
+            // The maximum length of an error message leaves room for a traceback.
             let message =
                 text("message", 2000).unwrap_or_else(|| format!("the service answered with the error '{code}'"));
             return if error.get("retryable") == Some(&Value::Bool(true)) {
@@ -142,7 +144,7 @@ fn result(entry: &Map<String, Value>) -> Found {
     found
 }
 
-/// Parses a finite number. Null is invalid, because many serializers write NaN as null.
+/// Parses a reward that must be a finite number. Null is invalid, because many serializers write NaN as null.
 pub fn number(value: &Value) -> Found {
     match value {
         Value::Null => Found::Invalid("the score is null, not a finite number".to_owned()),
@@ -150,7 +152,7 @@ pub fn number(value: &Value) -> Found {
     }
 }
 
-/// Parses a finite number, or null for "not applicable".
+/// Parses a reward that is a finite number, or null for "not applicable".
 fn reward(value: &Value) -> Found {
     match value {
         Value::Null => Found::Judged(Judgement::value(RewardValue::NotApplicable)),
@@ -210,7 +212,7 @@ mod tests {
             ("[0.1]", "1 rewards for 2 samples"),
             (r#"{"rewards": [1, 2, 3]}"#, "3 rewards for 2 samples"),
             (r#"{"rewards": 1}"#, "not an array"),
-            (r#"{"reward": 1}"#, "one 'reward' for 2 samples"),
+            (r#"{"reward": 1}"#, "the answer has one 'reward', but the request had 2 samples"),
             ("0.5", "a number"),
             ("NaN", "a string"),
             (r#"{"ok": true}"#, "none of"),

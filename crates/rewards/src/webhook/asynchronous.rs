@@ -1,6 +1,6 @@
-//! Asynchronous answers: a service accepts a request (202) and sends its results to the callback address, or publishes them at
-//! its status address. Both are watched, and the first result of each sample is used. Results that arrive by the deadline are
-//! kept; missing ones are requested again.
+//! Asynchronous answers of reward services: a service accepts a request (202) and later sends the results to the callback address,
+//! or publishes them at its status address. Both are watched, and the first result of each sample is used. Results that arrive by
+//! the deadline are kept; missing ones are requested again.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -24,47 +24,47 @@ const FIRST_POLL_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(30);
 const MIN_REQUESTED_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_REQUESTED_INTERVAL: Duration = Duration::from_secs(300);
-/// Delay after which callbacks of a request are checked although its 202 has not arrived.
+/// Delay after which the worker checks for callback results of a request although the service's 202 has not arrived.
 const EARLY_CALLBACK_DELAY: Duration = Duration::from_secs(5);
-/// Time limit for fetching results that arrived just before the deadline.
+/// Time limit for fetching callback results that reached the server just before the deadline.
 const FINAL_FETCH_TIMEOUT: Duration = Duration::from_secs(2);
-/// Consecutive deadlines without a single result after which the job pauses.
+/// Number of consecutive requests whose deadline passes without a single result, after which the job pauses.
 const MAX_SILENT_DEADLINES: u32 = 2;
 
-/// Result of sending a request.
+/// Outcome of sending a request to a service that may answer later.
 pub(super) enum SendOutcome {
     /// A final answer from the service.
     Answer(RewardAnswer),
-    /// The service will answer later.
+    /// The service accepted the request (202) and will answer later.
     Later(Accepted),
 }
 
-/// Result of waiting for a service.
+/// Outcome of waiting for the results of an accepted request.
 enum WaitOutcome {
     Answer(RewardAnswer),
     /// The service no longer knows the request, or cannot report its state; the text says why.
     Lost(String),
 }
 
-/// Result of polling a status address.
+/// Outcome of one poll of a service's status address.
 enum StatusPoll {
     Results(Chunk),
     /// No results yet; the duration is the wait that the service requested.
     Pending(Option<Duration>),
     Lost(String),
-    /// An unexpected answer; the text describes it.
+    /// An unexpected answer of the status address; the text describes it.
     Odd(String),
 }
 
-/// Whether an answer arrived before its deadline.
+/// Whether all results of a request arrived before its deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Timing {
     InTime,
-    /// The deadline passed. The number counts consecutive deadlines of this attempt without a single result.
+    /// The deadline passed. The number counts the consecutive deadlines without a single result, in this attempt at the job.
     Late(u32),
 }
 
-/// Parses a 202's body and `Retry-After`. All fields and the body are optional.
+/// Parses the body and the `Retry-After` of a 202 answer. The body and all its fields are optional.
 pub(super) fn accepted(body: &[u8], retry_after: Option<Duration>) -> Accepted {
     let value = answer::parse(body).unwrap_or(Value::Null);
     let status_url = value["status_url"].as_str().filter(|url| !url.is_empty()).map(str::to_owned);
@@ -77,13 +77,14 @@ fn milliseconds(value: &Value) -> Option<u64> {
 }
 
 impl Webhook {
-    /// Resolves a status address, which may be relative to the service's own, and checks it against the policy.
+    /// Resolves a status address, which may be relative to the service's URL, and checks it against the
+    /// policy for outgoing addresses.
     fn status_address(&self, status_url: &str) -> Result<Url, String> {
         let url = self.url.join(status_url).map_err(|why| format!("its status_url is not a URL ({why})"))?;
         self.client.policy.check_url(url.as_str()).map_err(|why| format!("its status_url is refused: {why}"))
     }
 
-    /// Returns why callbacks cannot reach this server; `None` if they can.
+    /// Returns why the service cannot send results to this server by callback; `None` if it can.
     fn callback_obstacle(&self) -> Option<&'static str> {
         match self.journal.as_ref().and_then(|journal| journal.callbacks()) {
             Some(terms) if terms.public_url.is_some() => None,
@@ -92,7 +93,8 @@ impl Webhook {
         }
     }
 
-    /// Checks what a 202 promises. Returns an error if no results can arrive.
+    /// Checks how the results of an accepted request (202) can arrive: by callback or at a status address. Returns an
+    /// error if they cannot.
     pub(super) fn check_accepted(&self, mut accepted: Accepted) -> Result<Accepted, String> {
         if !self.dialect.answers_later() {
             return Err("the service answered 202, but only synchronous answers are read".to_owned());
@@ -114,7 +116,7 @@ impl Webhook {
         }
     }
 
-    /// Polls a status address once.
+    /// Requests a service's status address once.
     async fn poll_status(&self, url: &Url, id: &str, ids: &[&str]) -> StatusPoll {
         let request = Request::bare(id);
         let (status, retry_after, body) = match self.send(&request, Some(url.clone())).await {
@@ -189,7 +191,7 @@ fn read_status(body: &[u8], id: &str, ids: &[&str]) -> Result<Option<Chunk>, Str
     Ok(Some(Chunk { entries: ids.iter().zip(rewards).map(entry).collect(), done: true }))
 }
 
-/// Collects the first result of each sample.
+/// Results of an accepted request, collected from callbacks and polls; the first result of each sample is used.
 struct CollectedResults<'a> {
     positions: HashMap<&'a str, usize>,
     results: Vec<Option<String>>,
@@ -205,7 +207,7 @@ impl<'a> CollectedResults<'a> {
     fn add(&mut self, chunk: Chunk) {
         self.done |= chunk.done;
         for Entry { sample_id, result } in chunk.entries {
-            // Unknown ids in a callback were counted when it arrived.
+            // Sample ids that were not requested were counted when the callback arrived.
             if let Some(&at) = self.positions.get(sample_id.as_str()) {
                 self.results[at].get_or_insert(result);
             }
@@ -216,14 +218,14 @@ impl<'a> CollectedResults<'a> {
         self.done || self.results.iter().all(Option::is_some)
     }
 
-    /// Formats the results like a synchronous answer.
+    /// Formats the collected results like the body of a synchronous answer.
     fn body(&self, id: &str) -> String {
         let results: Vec<&str> = self.results.iter().flatten().map(String::as_str).collect();
         format!(r#"{{"version":"1","id":"{id}","results":[{}]}}"#, results.join(","))
     }
 }
 
-/// When to poll a status address.
+/// Schedule for polling a service's status address.
 struct PollSchedule {
     next: Instant,
     own: Duration,
@@ -236,7 +238,7 @@ impl PollSchedule {
         schedule
     }
 
-    /// Schedules the next poll: at the time that the service requested, or after a growing interval.
+    /// Schedules the next poll of the status address: at the time that the service requested, or after a growing interval.
     fn wait(&mut self, asked: Option<Duration>) {
         let wait = asked.map_or(self.own, |asked| asked.clamp(MIN_REQUESTED_INTERVAL, MAX_REQUESTED_INTERVAL));
         self.next = Instant::now() + wait;
@@ -256,8 +258,8 @@ impl ScoringRun<'_> {
         indices.iter().map(|&index| self.samples[index].sample_id.as_str()).collect()
     }
 
-    /// Sends a request, unless it was `accepted` before, and waits until there is a final answer. The caller's permit is
-    /// dropped when the service has accepted the request.
+    /// Sends a request, unless the service has `accepted` it in a previous attempt, and waits until there is a final answer. The
+    /// caller's concurrency permit is dropped when the service has accepted the request.
     pub(super) async fn await_answer<P>(
         &self,
         request: &Request,
@@ -291,7 +293,11 @@ impl ScoringRun<'_> {
                 }
             };
             drop(permit.take());
-            tracing::info!(request = request.id, reward = self.webhook.name, "the service answers later");
+            tracing::info!(
+                request = request.id,
+                reward = self.webhook.name,
+                "the service accepted the request (202) and will answer later"
+            );
             match self.await_results(request, indices, &promise).await? {
                 WaitOutcome::Answer(answer) => return Ok(answer),
                 WaitOutcome::Lost(why) if lost >= self.webhook.plan.max_invalid_tries => {
@@ -308,8 +314,8 @@ impl ScoringRun<'_> {
         }
     }
 
-    /// Waits for a complete answer by callback while the request itself is slow or fails. A service may
-    /// answer before its 202 arrives.
+    /// Waits for a complete answer by callback while the HTTP request itself is slow or fails, because a service may send callbacks
+    /// before its 202 arrives.
     async fn await_early_callback(&self, request: &Request, indices: &[usize]) -> Result<RewardAnswer, RewardFailure> {
         let (Some(journal), true) = (&self.webhook.journal, request.has_callback()) else {
             return std::future::pending().await;
@@ -325,7 +331,7 @@ impl ScoringRun<'_> {
         Ok(RewardAnswer::Body { body: collected.body(&request.id) })
     }
 
-    /// Waits for the promised results until the deadline of the request.
+    /// Waits for the results of an accepted request until its deadline.
     async fn await_results(
         &self,
         request: &Request,
@@ -397,14 +403,15 @@ impl ScoringRun<'_> {
         Ok(WaitOutcome::Answer(RewardAnswer::Body { body: collected.body(&request.id) }))
     }
 
-    /// Reports that a deadline passed. Returns an error, which pauses the job, after several consecutive deadlines without results.
+    /// Sends a warning that the deadline of a request passed. Returns an error, which pauses the job, after several
+    /// consecutive deadlines without results.
     pub(super) fn expired(&self, indices: &[usize], body: &str, silent: u32) -> Result<Timing, RewardFailure> {
         let webhook = self.webhook;
         let deadline_ms = webhook.plan.deadline_ms;
         let came = answer::parse(body.as_bytes()).ok().and_then(|body| Some(body["results"].as_array()?.len()));
         let came = came.unwrap_or(0);
         if self.job.probe && came > 0 {
-            // A test sends one request, so missing results stay missing.
+            // A test of the reward sends each request once, so missing results are not requested again.
             return Ok(Timing::InTime);
         }
         let silent = if came > 0 { 0 } else { silent + 1 };

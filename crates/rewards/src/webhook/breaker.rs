@@ -1,4 +1,5 @@
-//! Circuit breaker of an endpoint: after too many failures no requests are sent for a while, then a single test request.
+//! Circuit breaker of a reward service's address: after too many failures no requests are sent for a while, then a single test
+//! request.
 //!
 //! ```text
 //! closed → open       5 failures in a row, or half of at least 20 requests within 60 s
@@ -6,20 +7,20 @@
 //! half open → closed  the test request is answered
 //! half open → open    the test request fails
 //! ```
-//! Time is passed as an argument, so that tests need no waiting.
+//! The functions get the current time as an argument, so that tests need not wait.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::protocol::BreakerState;
 
-/// Consecutive failures that open the breaker.
+/// Number of consecutive failures that open the breaker.
 const MAX_CONSECUTIVE_FAILURES: u32 = 5;
 /// Period over which the share of failures is computed.
 const WINDOW: Duration = Duration::from_secs(60);
-/// Minimum number of requests in the period before their share counts.
+/// Minimum number of requests in this period before the share of failures can open the breaker.
 const MIN_REQUESTS: usize = 20;
-/// Maximum number of requests that are remembered.
+/// Maximum number of recent requests that the breaker keeps to compute the share of failures.
 const MAX_REQUESTS: usize = 1000;
 /// How long the breaker stays open, at first and at most.
 pub(super) const FIRST_OPEN: Duration = Duration::from_secs(30);
@@ -31,7 +32,7 @@ pub(super) struct Breaker {
     first_open: Duration,
     longest_open: Duration,
     consecutive_failures: u32,
-    /// Time and success of the requests in the window.
+    /// Time and success of the recent requests.
     requests: VecDeque<(Instant, bool)>,
     open: Option<Open>,
     times_opened: u64,
@@ -40,24 +41,24 @@ pub(super) struct Breaker {
 #[derive(Debug)]
 struct Open {
     until: Instant,
-    /// Duration of the current open period.
+    /// How long the breaker stays open this time; doubles each time the test request fails.
     duration: Duration,
-    /// Whether the test request is being sent.
+    /// Whether the test request of a half-open breaker is in flight.
     is_testing: bool,
 }
 
-/// Whether a request may be sent.
+/// The breaker's decision about a request that is about to be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Admission {
     /// The request may be sent.
     Go,
-    /// The request may be sent as the test request.
+    /// The request may be sent, and its outcome decides whether the breaker closes.
     Probe,
-    /// The request must wait until this time; without a time, until the current test request has ended.
+    /// The request must wait until this time; `None` means until the current test request has ended.
     Wait(Option<Instant>),
 }
 
-/// State change caused by a request.
+/// Change of the breaker's state that the outcome of a request caused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Change {
     Nothing,
@@ -79,8 +80,8 @@ impl Breaker {
         }
     }
 
-    /// Asks to send a request. A caller that gets [`Admission::Probe`] must report how the request ended,
-    /// or that it was abandoned.
+    /// Decides whether a request may be sent now. A caller that gets [`Admission::Probe`] must report how the request ended, or
+    /// that it was abandoned.
     pub fn admit(&mut self, now: Instant) -> Admission {
         match &mut self.open {
             None => Admission::Go,
@@ -103,7 +104,7 @@ impl Breaker {
         }
     }
 
-    /// Records a failure. A failure of a request that was sent before the breaker opened changes nothing.
+    /// Records a failed request. If the request was sent before the breaker opened, the failure changes nothing.
     pub fn failed(&mut self, now: Instant, probe: bool) -> Change {
         self.consecutive_failures = self.consecutive_failures.saturating_add(1);
         match &self.open {
@@ -202,7 +203,7 @@ mod tests {
         for number in 0..19 {
             assert_eq!(tried(now, number % 2 == 0), Change::Nothing, "{number}");
         }
-        // 9 of these 19 failed. After 61 s they no longer count.
+        // 9 of the 19 requests so far failed. After 61 s they no longer count.
         assert_eq!(tried(now + 61 * SECOND, false), Change::Nothing);
         for number in 0..18 {
             assert_eq!(tried(now + 62 * SECOND, number % 2 == 0), Change::Nothing, "{number}");

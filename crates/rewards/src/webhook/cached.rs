@@ -1,5 +1,5 @@
-//! Selects the samples that need no request, for rewards with `cache: true`: samples with a cached value, and all but
-//! the first of identical samples.
+//! Selects the samples for which no request is sent to a reward with `cache: true`: samples with a cached value, and all but the
+//! first of identical samples.
 //!
 //! The cached values used for a rollout are recorded in the journal as if a service had answered them. A process that resumes
 //! the rollout omits the same samples, so its requests equal those that were sent before.
@@ -17,10 +17,10 @@ use crate::protocol::{JournalEntry, RewardAnswer};
 use crate::sample::RewardValue;
 use crate::{Judgement, RewardFailure};
 
-/// Round of the journal entry with the cached values; real rounds never reach it.
+/// Round number of the journal entry with the cached values; rounds of real requests never get this high.
 const CACHE_ROUND: u32 = u32::MAX;
 
-/// Samples that need no request.
+/// The samples of a rollout that need no request to the reward service.
 #[derive(Default)]
 pub(super) struct Known {
     /// Cache key of each sample.
@@ -50,7 +50,7 @@ impl Known {
         (self.values.len() + self.duplicates.len()) as u64
     }
 
-    /// Fills in the cached values, and stores the new values in the cache.
+    /// Fills in the cached values of samples that needed no request, and stores the values that the service gave in the cache.
     pub fn complete(self, cache: &Cache, judgements: &mut [Option<Judgement>]) {
         let Self { keys, values, duplicates } = self;
         for (index, judgement) in values {
@@ -68,7 +68,7 @@ impl Known {
 }
 
 impl ScoringRun<'_> {
-    /// Returns the samples at `indices` that need no request; none if the reward has no cache.
+    /// Returns which samples at `indices` need no request; none if the reward has no cache.
     pub(super) async fn find_known(&self, indices: &[usize]) -> Result<Known, RewardFailure> {
         let Some(revision) = &self.webhook.revision else { return Ok(Known::default()) };
         let mut known = Known::default();
@@ -86,7 +86,7 @@ impl ScoringRun<'_> {
         Ok(known)
     }
 
-    /// Returns the cached values of these samples: those that a previous attempt recorded, else those in the cache now.
+    /// Returns the cached values of samples: those that a previous attempt recorded in the journal, else those in the cache now.
     async fn cached_values(
         &self,
         known: &Known,

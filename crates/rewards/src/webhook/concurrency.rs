@@ -1,20 +1,20 @@
-//! Limit on the concurrent requests to an endpoint: up to the reward's maximum, fewer while the service is overloaded (additive
-//! increase, multiplicative decrease, as in TCP).
+//! Limit on the concurrent requests to a reward service: up to the reward's maximum, lower while the service is overloaded
+//! (additive increase, multiplicative decrease, as in TCP).
 
 use std::time::{Duration, Instant};
 
-/// Factor on the limit after a 429, a 503 or a timeout.
+/// Factor by which a 429, a 503 or a timeout reduces the concurrency limit.
 const OVERLOAD_FACTOR: f64 = 0.5;
-/// Factor on the limit when answers take much longer than before.
+/// Factor by which answers that take much longer than before reduce the concurrency limit.
 const SLOWDOWN_FACTOR: f64 = 0.9;
-/// Answers count as slow above this multiple of the long-term latency plus the margin.
+/// Answers count as slow if their latency exceeds this multiple of the long-term average plus the margin.
 const SLOW_FACTOR: f64 = 2.5;
 const SLOW_MARGIN: Duration = Duration::from_millis(100);
-/// Weight of a new latency in the short-term and the long-term average.
+/// Weight of a new latency in the short-term and the long-term moving average.
 const SHORT_TERM_WEIGHT: f64 = 0.25;
 const LONG_TERM_WEIGHT: f64 = 0.02;
 
-/// The current limit and the latencies that control it.
+/// The current concurrency limit and the average latencies that control it.
 #[derive(Debug)]
 pub(super) struct Limit {
     limit: f64,
@@ -23,19 +23,19 @@ pub(super) struct Limit {
     /// Time of the last reduction. A request sent before that time used the old limit, so its failure does
     /// not reduce the limit again.
     changed: Option<Instant>,
-    /// Average latency in seconds: short-term and long-term.
+    /// Moving averages of the latency in seconds: short-term and long-term.
     short: Option<f64>,
     long: f64,
 }
 
 impl Limit {
-    /// Creates a limit that starts at its maximum.
+    /// Creates a concurrency limit that starts at its maximum.
     pub fn new(max: u32) -> Self {
         let max = max.max(1);
         Self { limit: f64::from(max), max, in_flight: 0, changed: None, short: None, long: 0.0 }
     }
 
-    /// Raises the maximum, because another reward uses the same endpoint.
+    /// Raises the maximum of the concurrency limit, because another reward uses the same address.
     pub fn widen(&mut self, max: u32) {
         if max > self.max {
             self.limit += f64::from(max - self.max);
@@ -59,7 +59,7 @@ impl Limit {
         self.in_flight
     }
 
-    /// Returns the current limit, at least 1.
+    /// Returns the current concurrency limit, at least 1.
     pub fn current(&self) -> u32 {
         self.limit as u32
     }
@@ -68,7 +68,7 @@ impl Limit {
         self.max
     }
 
-    /// Records an answer to a request that was sent at `began`. The limit rises by one after as many answers as its value.
+    /// Records an answer to a request that was sent at `began`. The limit rises by one after as many answers as the limit itself.
     pub fn answered(&mut self, began: Instant, now: Instant) {
         let took = (now - began).as_secs_f64();
         let short = match self.short {

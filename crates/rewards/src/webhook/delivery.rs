@@ -1,4 +1,4 @@
-//! Sends a request with retries: the same id and bytes each time, with a new timestamp and signature.
+//! Sends a request to a reward service with retries: the same id and bytes each time, with a new timestamp and signature.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -26,19 +26,19 @@ use crate::status::Waiting;
 
 /// Maximum size of a response in bytes. The rest of a larger one is not received.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
-/// Longest wait between attempts during an outage, and the longest `Retry-After` that is respected.
+/// Longest wait between two attempts during an outage of the service, and the longest `Retry-After` that is respected.
 const MAX_OUTAGE_WAIT: Duration = Duration::from_secs(300);
-/// A request that takes longer sets the job's status to waiting, as a failed request does.
+/// Time after which a request counts as waiting in the job's status, like a request that is being retried.
 const SLOW_REQUEST: Duration = Duration::from_secs(5);
 
-/// Result of sending a request.
+/// Result of sending a request with retries.
 #[derive(Debug)]
 pub(super) enum Delivered {
-    /// The body of a 200, unchanged.
+    /// The body of an answer with status 200, unchanged.
     Body(Vec<u8>),
-    /// An answer that cannot be used; a retry may get a better one.
+    /// An answer that cannot be used; another request may get a usable one.
     Unusable(String),
-    /// An answer that a retry would not change.
+    /// An error status that a retry would not change.
     Permanent(String),
     /// 413: the request is too large.
     TooLarge,
@@ -46,7 +46,7 @@ pub(super) enum Delivered {
     Accepted(Accepted),
 }
 
-/// Result of one attempt.
+/// Result of one attempt to send a request.
 enum Attempt {
     Done(Delivered),
     Gone,
@@ -84,9 +84,9 @@ pub struct PingReply {
 }
 
 impl Webhook {
-    /// Sends a request until the result is not a transport failure. Connection errors, timeouts, 408, 425, 429 and 5xx are
-    /// retried: `max_tries` times quickly, then at growing intervals, and never while the endpoint's breaker is open. Gives up
-    /// after the service has failed for `max_outage_s`.
+    /// Sends a request until the service answers. Connection errors, timeouts, 408, 425, 429 and 5xx are retried: `max_tries`
+    /// times quickly, then at growing intervals, and never while the endpoint's circuit breaker is open. Gives up after the
+    /// service has failed for `max_outage_s`.
     pub(super) async fn deliver(&self, request: &Request) -> Result<(Delivered, Counts), RewardFailure> {
         let max_outage = Duration::from_secs(self.plan.max_outage_s);
         let mut counts = Counts::default();
@@ -136,13 +136,13 @@ impl Webhook {
                 return Err(self.outage_of(&Failing { since: begun, cause: why }));
             }
             let wait = if self.endpoint.is_open() {
-                // The breaker determines the wait.
+                // The open circuit breaker delays the next attempt, so no other wait is needed.
                 Duration::ZERO
             } else if failures < self.plan.max_tries {
                 jitter(failures)
             } else {
-                // Other requests are answered, this one is not: wait 30 s, doubling up to 5 min, each time a random
-                // part between half and full.
+                // The circuit breaker is closed, so the service answers other requests but not this one: wait 30 s, doubling up to
+                // 5 min, each time a random part between half and full.
                 let longest = doubled(MAX_WAIT, failures - self.plan.max_tries, MAX_OUTAGE_WAIT);
                 longest.mul_f64(0.5 + 0.5 * random_fraction())
             };
@@ -159,7 +159,7 @@ impl Webhook {
         RewardFailure::Outage { reward: self.name.clone(), waited_s, cause: failing.cause.clone() }
     }
 
-    /// Sends one `reward.ping` without retries.
+    /// Sends one `reward.ping` (a health check) without retries.
     pub async fn ping(&self) -> Ping {
         let id = RewardRequestId::new().to_string();
         let body = ping_body(&id);
@@ -167,7 +167,7 @@ impl Webhook {
             .await
     }
 
-    /// Sends one health check in the dialect's format; `None` if the dialect has none.
+    /// Sends one health check in the format of the service's dialect; `None` if the dialect has no health check.
     pub async fn check_health(&self) -> Option<Ping> {
         let id = RewardRequestId::new().to_string();
         let (body, get, read): (String, Option<Url>, ReadHealthCheck) = match self.dialect.health_check(&self.url, &id)
@@ -179,13 +179,14 @@ impl Webhook {
         Some(self.send_health_check(Request::new(id, body, Duration::ZERO), get, read).await)
     }
 
-    /// Checks whether the service answers again. A dialect without a health check requests the service's address.
+    /// Checks whether the service answers again after an outage. If its dialect has no health check, its address is requested.
     ///
     /// # Errors
     /// Returns why the service does not answer.
     pub async fn is_reachable(&self) -> Result<(), String> {
         let (ping, there): (Ping, fn(u16) -> bool) = match self.check_health().await {
-            // A service that does not know the ping answers with one of these errors.
+            // A service that does not implement health checks answers with one of these errors, which also shows that it is
+            // reachable.
             Some(ping) => (ping, |status| matches!(status, 200..=299 | 400 | 405 | 422)),
             None => {
                 let request = Request::bare(&RewardRequestId::new().to_string());
@@ -238,9 +239,8 @@ impl Webhook {
         };
         let detail = || match &body {
             Ok(body) if !body.is_empty() => {
-                // The service may repeat a credential. The whole body is redacted before it is truncated, because half a
+                // The service's error may repeat a credential. The whole body is redacted before it is truncated, because half a
                 // secret would not be found.
-                // found.
                 let shown = self.secret_filter.redact_body(body.clone());
                 let said: String = String::from_utf8_lossy(&shown).trim().chars().take(120).collect();
                 format!(": {}", self.redactor.text(&said))
@@ -275,13 +275,14 @@ impl Webhook {
         }
     }
 
-    /// Sends one request with a time limit. The body is an error if it was interrupted or too large. It may contain secrets
-    /// that the service repeats, so it must be redacted before it is parsed, shown or recorded.
+    /// Sends one request with a time limit. The returned body is an error if it was interrupted or too large. The body may contain
+    /// secrets that the service repeats, so it must be redacted before it is parsed, shown or recorded.
     pub(super) async fn send(&self, request: &Request, get: Option<Url>) -> Result<Answered, NotSent> {
         let start = Instant::now();
         let mut headers = self.request_headers(request);
         if get.as_ref().is_some_and(|url| url.origin() != self.url.origin()) {
-            // These headers are for the service, but its status address may be on another host.
+            // The user's headers (with credentials) are for the service; its status address may be on another host, which must not
+            // get them.
             self.headers.keys().for_each(|name| drop(headers.remove(name)));
         }
         let sent = self.exchanges.as_ref().map(|_| Sent {
@@ -319,7 +320,7 @@ impl Webhook {
         outcome.map(|(status, headers, body)| (status, retry_after(&headers), body))
     }
 
-    /// Sets the user's headers first, so that they cannot replace rlood's.
+    /// Builds the headers of a request. The user's headers are set first, so that they cannot replace rlood's.
     fn request_headers(&self, request: &Request) -> HeaderMap {
         let mut headers = self.headers.clone();
         if self.dialect.is_signed() {
@@ -345,7 +346,7 @@ async fn read_bounded(mut response: Response) -> Result<Vec<u8>, String> {
     Ok(body)
 }
 
-/// Builds a W3C trace context: one trace per request, one span per attempt.
+/// Builds the header `traceparent` (W3C trace context): one trace per request, one span per attempt.
 fn traceparent(id: &str) -> String {
     format!("00-{}-{:016x}-01", hex::encode(&Sha256::digest(id.as_bytes())[..16]), random_bits() | 1)
 }

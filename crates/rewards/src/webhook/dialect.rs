@@ -1,5 +1,6 @@
-//! A dialect is the format of a service's requests and answers. Packing, retries, limits, the outgoing address policy and the
-//! journal are the same for all dialects (`delivery`). Contract v1 is one dialect; the others are in `adapters`.
+//! A dialect is the format of a reward service's requests and answers. Packing of samples, retries, limits, the policy for outgoing
+//! addresses and the journal are the same for all dialects (`delivery`). rlood's own webhook format ("contract v1") is one dialect;
+//! the others are in `adapters`.
 
 use std::time::Duration;
 
@@ -17,18 +18,18 @@ use crate::{JobContext, SampleError};
 
 /// A request and answer format for rewards over HTTP.
 pub(crate) trait Dialect: Send + Sync {
-    /// Converts one sample. The size of the result counts when samples are packed, and the result identifies the sample in the
-    /// journal. On an error the sample is not sent and gets this error.
+    /// Converts one sample to the dialect's JSON. The size of the JSON counts when samples are packed into requests, and the JSON
+    /// identifies the sample in the journal. On an error the sample is not sent and gets this error.
     fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError>;
 
-    /// Builds the body of a request for at least one sample.
+    /// Builds the body of a request for one or more converted samples.
     fn body(&self, batch: &Batch<'_>) -> String;
 
-    /// Parses and validates an answer. Returns an error if the answer as a whole is not valid.
+    /// Parses and validates a service's answer. Returns an error if the answer as a whole is not valid.
     fn read(&self, body: &[u8], id: &str, samples: &[&RewardSample]) -> Result<Answer, String>;
 
-    /// Returns strings that must not be redacted because [`Dialect::read`] needs them; sample ids are added by the caller. A
-    /// secret may look the same.
+    /// Returns strings of an answer that must not be redacted, even if they equal a secret, because [`Dialect::read`] needs them.
+    /// The caller adds the sample ids.
     fn preserved(&self) -> Preserved {
         Preserved::default()
     }
@@ -48,43 +49,43 @@ pub(crate) trait Dialect: Send + Sync {
         false
     }
 
-    /// Returns whether a status besides 408, 425, 429 and 5xx indicates that a retry may succeed.
+    /// Returns whether a retry may succeed after this HTTP status; 408, 425, 429 and 5xx are retried in every dialect.
     fn is_transient(&self, _status: u16) -> bool {
         false
     }
 
-    /// Returns the wait that the body of a transient failure asks for.
+    /// Returns how long to wait before a retry, if the body of an error answer says so.
     fn wait_hint(&self, _body: &[u8]) -> Option<Duration> {
         None
     }
 
-    /// Returns the health check of the service; `id` is the id of the request.
+    /// Returns the health check of the service; `id` is the request id of the check.
     fn health_check(&self, _url: &Url, _id: &str) -> HealthCheck {
         HealthCheck::None
     }
 }
 
-/// The parts of a request.
+/// The content of a request, which the dialect formats.
 pub(crate) struct Batch<'a> {
     /// Id of the request, `rwr_…`.
     pub id: &'a str,
     /// Name of the reward.
     pub reward: &'a str,
-    /// The job and the rollout.
+    /// The job and the rollout that the samples belong to.
     pub job: &'a JobContext,
-    /// Address for asynchronous results.
+    /// Callback address for asynchronous results, if callbacks are possible.
     pub callback_url: Option<&'a str>,
     /// The samples, converted by [`Dialect::piece`].
     pub pieces: &'a [&'a Value],
 }
 
 impl Batch<'_> {
-    /// Returns a list of one field of each sample.
+    /// Returns a JSON list of one field of each converted sample.
     pub fn each(&self, field: &str) -> Value {
         self.pieces.iter().map(|piece| piece[field].clone()).collect()
     }
 
-    /// Returns a list of the samples.
+    /// Returns a JSON list of the converted samples.
     pub fn all(&self) -> Value {
         self.pieces.iter().copied().cloned().collect()
     }
@@ -94,20 +95,20 @@ impl Batch<'_> {
 pub(crate) enum HealthCheck {
     /// The service has no health check.
     None,
-    /// A body to POST. The answer may be a [`PingReply`].
+    /// The health check is a POST of this body. The answer may be a [`PingReply`].
     Post(String),
-    /// An address to GET, and the parser of its answer.
+    /// The health check is a GET of this address; the function parses the answer.
     Get(Url, ReadHealthCheck),
 }
 
-/// Parses the capabilities that a service reports.
+/// Parses the capabilities that a service reports in the answer to a health check.
 pub(crate) type ReadHealthCheck = fn(&[u8]) -> Option<PingReply>;
 
-/// Contract v1, the format of `webhook` rewards.
+/// Contract v1, rlood's own format for rewards of type `webhook`.
 pub(super) struct Contract(pub WebhookPlan);
 
 impl Contract {
-    /// Creates the dialect of the local Python server: contract v1 with token ids.
+    /// Creates the dialect of the Python process for rewards of type `python`: contract v1 with token ids.
     pub(super) fn of_python(plan: &PythonPlan) -> Self {
         Self(WebhookPlan { service: plan.service.clone(), params: Map::new(), completion_ids: true })
     }

@@ -1,5 +1,5 @@
-//! The address of a reward service with its circuit breaker, its concurrency limit, and the pause that it requested. Shared by
-//! all requests to the address.
+//! The address of a reward service with its circuit breaker, its concurrency limit, and the pause that the service requested.
+//! Shared by all requests to the address.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use crate::client::Pace;
 use crate::meter::unix_ms;
 use crate::protocol::{BreakerReport, BreakerState, ConcurrencyReport};
 
-/// The endpoints of a job's rewards, by URL.
+/// The endpoints (addresses of services) of a job's rewards, by URL.
 #[derive(Debug)]
 pub(crate) struct Endpoints {
     pace: Pace,
@@ -25,7 +25,7 @@ impl Endpoints {
         Self { pace, known: Mutex::default() }
     }
 
-    /// Returns the endpoint of this address, and raises its limit for a reward with this maximum concurrency.
+    /// Returns the endpoint of an address, and raises its concurrency limit to at least the maximum of one more reward.
     pub fn at(&self, url: &str, max_concurrency: u32) -> Arc<Endpoint> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let endpoint =
@@ -39,7 +39,7 @@ impl Endpoints {
 #[derive(Debug)]
 pub(crate) struct Endpoint {
     state: Mutex<State>,
-    /// Incremented with every change that may admit a waiting request.
+    /// Counter that is incremented whenever a waiting request may be able to start.
     changed: watch::Sender<u64>,
 }
 
@@ -49,16 +49,16 @@ struct State {
     limit: Limit,
     /// End of the pause that the service requested (`Retry-After`).
     hold: Option<Instant>,
-    /// The failures since the last answer.
+    /// The failed requests since the service's last answer.
     failing: Option<Failing>,
 }
 
-/// A series of failures.
+/// The failed requests of a service since its last answer.
 #[derive(Debug, Clone)]
 pub(super) struct Failing {
-    /// Time of the first failure.
+    /// Time of the first failed request.
     pub since: Instant,
-    /// Message of the last failure.
+    /// Error message of the last failed request.
     pub cause: String,
 }
 
@@ -67,7 +67,7 @@ pub(super) struct Failing {
 pub(super) enum Trouble {
     /// 429: too many requests.
     TooMuch,
-    /// 503 or a timeout, possibly because of too many requests.
+    /// 503 or a timeout, which too many concurrent requests may have caused.
     Overload,
     /// Any other kind of failure.
     Other,
@@ -80,13 +80,13 @@ impl Endpoint {
         Self { state: Mutex::new(state), changed: watch::Sender::new(0) }
     }
 
-    /// Returns a permit if a request may be sent now.
+    /// Returns a permit if the breaker and the concurrency limit allow a request now.
     pub(super) fn try_enter(&self) -> Option<Permit<'_>> {
         self.admitted(Instant::now()).ok()
     }
 
-    /// Waits for a permit. Returns the failures if the service has failed for `max_outage`, counted from its first failure or
-    /// from `since`, whichever is earlier.
+    /// Waits until a request may be sent. Returns an error with the failures if the service has failed for `max_outage`, counted
+    /// from its first failure or from `since`, whichever is earlier.
     pub(super) async fn enter(&self, max_outage: Duration, since: Option<Instant>) -> Result<Permit<'_>, Failing> {
         let mut changed = self.changed.subscribe();
         loop {
@@ -100,7 +100,10 @@ impl Endpoint {
             let begun = failing.iter().map(|failing| failing.since).chain(since).min();
             let gives_up = begun.map(|begun| begun + max_outage);
             if let (Some(begun), true) = (begun, gives_up.is_some_and(|at| at <= now)) {
-                let cause = failing.map_or_else(|| "the service asked to wait".to_owned(), |failing| failing.cause);
+                let cause = failing.map_or_else(
+                    || "the service asked rlood to wait (Retry-After)".to_owned(),
+                    |failing| failing.cause,
+                );
                 return Err(Failing { since: begun, cause });
             }
             let wake = not_before.into_iter().chain(gives_up).min();
@@ -117,17 +120,17 @@ impl Endpoint {
         }
     }
 
-    /// Returns the failures since the last answer.
+    /// Returns the failed requests since the service's last answer.
     pub(super) fn failing(&self) -> Option<Failing> {
         self.lock().failing.clone()
     }
 
-    /// Returns whether the breaker is open or half open.
+    /// Returns whether the endpoint's circuit breaker is open or half open.
     pub fn is_open(&self) -> bool {
         self.lock().breaker.state() != BreakerState::Closed
     }
 
-    /// Returns the state for the health report.
+    /// Returns the state of breaker and concurrency limit for the reward's health report.
     pub fn report(&self) -> (BreakerReport, ConcurrencyReport) {
         let state = self.lock();
         let breaker = BreakerReport {
@@ -139,7 +142,8 @@ impl Endpoint {
         (breaker, ConcurrencyReport { limit: state.limit.current(), max: state.limit.max() })
     }
 
-    /// Returns a permit, or the earliest time for one; `None` in the error means that a state change must come first.
+    /// Admits a request, or returns the earliest time for it as an error; `None` in the error means that another
+    /// request must end first.
     fn admitted(&self, now: Instant) -> Result<Permit<'_>, Option<Instant>> {
         let mut state = self.lock();
         if let Some(hold) = state.hold {
@@ -169,7 +173,8 @@ impl Endpoint {
     }
 }
 
-/// A permit for one request. The caller reports the outcome; dropping the permit means that the request was abandoned.
+/// A permit to send one request. The caller reports the request's outcome; dropping the permit means that
+/// the request was abandoned.
 #[derive(Debug)]
 pub(super) struct Permit<'a> {
     endpoint: &'a Endpoint,
@@ -189,7 +194,7 @@ impl Permit<'_> {
         state.breaker.answered(now)
     }
 
-    /// Reports a failure, with the pause that the service requested.
+    /// Reports a failed request, with the pause that the service requested.
     pub fn failed(mut self, trouble: Trouble, retry_after: Option<Duration>, cause: &str) -> Change {
         self.is_reported = true;
         let now = Instant::now();
@@ -202,8 +207,8 @@ impl Permit<'_> {
         }
         let since = state.failing.as_ref().map_or(now, |failing| failing.since);
         state.failing = Some(Failing { since, cause: cause.to_owned() });
-        // A 429 while other requests are in flight is about the concurrency, which was just reduced. A 429 to a single request
-        // counts as a failure of the service.
+        // A 429 while other requests are in flight means too much concurrency, which was just reduced. A 429 to the only request in
+        // flight counts as a failure of the service.
         if trouble == Trouble::TooMuch && state.limit.in_flight() > 1 && !self.probe {
             return Change::Nothing;
         }
@@ -281,7 +286,7 @@ mod tests {
         assert!(changes.iter().all(|change| *change == Change::Nothing), "{changes:?}");
         let (breaker, concurrency) = endpoint.report();
         assert_eq!((concurrency.limit, concurrency.max), (4, 8));
-        // The last of them was the only one in flight by then.
+        // Only the last of the four requests counts as a failure, because the others had ended by then.
         assert_eq!(breaker.failures_in_a_row, 1);
         changes = (0..4).map(|_| endpoint.try_enter().unwrap().failed(Trouble::TooMuch, None, "429")).collect();
         assert!(matches!(changes[3], Change::Opened(_)), "{changes:?}");

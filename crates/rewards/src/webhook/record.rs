@@ -6,7 +6,7 @@ use reqwest::header::HeaderMap;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-/// Maximum length of a recorded body, in characters.
+/// Maximum length of a recorded request or response body, in characters.
 const MAX_BODY_CHARS: usize = 16 * 1024;
 
 /// One HTTP request and its outcome.
@@ -44,7 +44,7 @@ pub struct Received {
     pub body: String,
 }
 
-/// Formats headers, and redacts sensitive values.
+/// Formats HTTP headers for display, and redacts sensitive values.
 pub(super) fn readable_headers(headers: &HeaderMap) -> BTreeMap<String, String> {
     let text = |value: &reqwest::header::HeaderValue| {
         if value.is_sensitive() {
@@ -56,7 +56,7 @@ pub(super) fn readable_headers(headers: &HeaderMap) -> BTreeMap<String, String> 
     headers.iter().map(|(name, value)| (name.to_string(), text(value))).collect()
 }
 
-/// Formats a body as text, truncated.
+/// Formats a request or response body as text, truncated to the maximum length.
 pub(super) fn readable_body(body: &[u8]) -> String {
     let text = String::from_utf8_lossy(body);
     match text.char_indices().nth(MAX_BODY_CHARS) {

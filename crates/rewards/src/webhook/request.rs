@@ -1,4 +1,4 @@
-//! Requests: packing of samples into requests, and the body of contract v1.
+//! Requests to reward services: packing of samples into requests, and the body in rlood's own format (contract v1).
 
 use std::borrow::Cow;
 use std::time::{Duration, Instant};
@@ -12,43 +12,43 @@ use crate::meter::About;
 use crate::sample::RewardSample;
 use crate::spec::WebhookPlan;
 
-/// Which samples may share a request.
+/// Rule of a dialect for which samples may share a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Batching {
     /// Any samples. Groups are kept together if possible.
     Groups,
-    /// Only samples of one prompt.
+    /// Only samples of the same prompt.
     OnePrompt,
-    /// Only a single sample.
+    /// A request has a single sample.
     One,
 }
 
-/// Upper estimate of the size of a body without its samples, in bytes.
+/// Upper estimate of the size in bytes of a request body without its samples.
 const HEAD_BYTES: usize = 1024;
 
-/// Start of the reply section in a body of contract v1. It comes before any text from users.
+/// Start of the JSON field `reply` in a request body of contract v1. The field comes before any text from users.
 const REPLY: &str = r#""reply":{"#;
-/// First field of the reply section if callbacks are offered.
+/// First field inside `reply` if the request offers a callback address.
 const CALLBACK: &str = r#""callback_url":"#;
 
-/// One request. Its id and body are the same for all attempts.
+/// One request to a reward service. Its id and body are the same for all attempts to send it.
 #[derive(Debug)]
 pub(super) struct Request {
     pub id: String,
-    /// JSON without the callback token, as recorded and shown.
+    /// The request's JSON without the callback token, as recorded in the journal and shown.
     pub body: String,
-    /// The samples; empty for a health check.
+    /// The samples in the request; empty for a health check.
     pub about: About,
-    /// Callback token, if the body offers a callback.
+    /// Secret token that authorizes callbacks, if the request offers a callback address.
     token: Option<String>,
-    /// Time after which an answer is no longer used.
+    /// Time until which the service may deliver results.
     pub deadline: Instant,
 }
 
 impl Request {
-    /// Creates a request with a synchronous answer.
+    /// Creates a request without a callback token.
     pub fn new(id: String, body: String, left: Duration) -> Self {
-        // The limit of one year prevents an overflow of the clock.
+        // Limiting the time to one year prevents an overflow of the clock.
         let left = left.min(Duration::from_secs(365 * 86_400));
         Self { id, body, about: About::default(), token: None, deadline: Instant::now() + left }
     }
@@ -58,14 +58,14 @@ impl Request {
         Self { about, ..self }
     }
 
-    /// Adds the callback token if the body offers a callback.
+    /// Adds the callback token if the request offers a callback address.
     pub fn with_token(mut self, token: impl FnOnce(&str) -> String) -> Self {
         let offers = self.body.split_once(REPLY).is_some_and(|(_, reply)| reply.starts_with(CALLBACK));
         self.token = offers.then(|| token(&self.id));
         self
     }
 
-    /// Creates a request without a body, for a GET.
+    /// Creates a request without a body, for a GET health check.
     pub fn bare(id: &str) -> Self {
         Self::new(id.to_owned(), String::new(), Duration::ZERO)
     }
@@ -78,23 +78,23 @@ impl Request {
     /// Returns the body as sent, including the callback token.
     pub fn wire(&self) -> Cow<'_, str> {
         match (&self.token, self.body.split_once(REPLY)) {
-            // The token is base64url, so it needs no escaping.
+            // The callback token is base64url, so it needs no escaping in JSON.
             (Some(token), Some((head, reply))) => format!(r#"{head}{REPLY}"token":"{token}",{reply}"#).into(),
             _ => self.body.as_str().into(),
         }
     }
 }
 
-/// Fields that all requests of a rollout share in contract v1.
+/// Fields of contract v1 that all requests of one rollout share.
 pub(super) struct Envelope<'a> {
     pub reward: &'a str,
     pub plan: &'a WebhookPlan,
     pub job: &'a JobContext,
-    /// Address for asynchronous results.
+    /// Callback address for asynchronous results, if callbacks are possible.
     pub callback_url: Option<&'a str>,
 }
 
-/// Builds a `reward.score.request` from serialized samples.
+/// Builds the body of a `reward.score.request` from serialized samples.
 pub(super) fn score_body(envelope: &Envelope<'_>, id: &str, samples: &[&Value]) -> String {
     let Envelope { reward, plan, job, callback_url } = envelope;
     let phase = if job.probe { "probe".into() } else { json!(job.rollout.phase) };
@@ -102,7 +102,8 @@ pub(super) fn score_body(envelope: &Envelope<'_>, id: &str, samples: &[&Value]) 
         Some(url) => json!({"callback_url": url, "modes": ["sync", "async"]}),
         None => json!({"modes": ["sync"]}),
     };
-    // `Request::wire` searches for the reply section by its name, so no text from users may come before it.
+    // `Request::wire` inserts the callback token where it finds the field `reply`, so no text from users may come before that
+    // field.
     let body = json!({
         "type": "reward.score.request", "version": "1", "id": id, "timestamp": now_rfc3339(),
         "job": {"id": job.job, "step": job.rollout.step, "phase": phase},
@@ -114,7 +115,7 @@ pub(super) fn score_body(envelope: &Envelope<'_>, id: &str, samples: &[&Value]) 
     body.to_string()
 }
 
-/// Builds the body of a `reward.ping`.
+/// Builds the body of a `reward.ping` (health check).
 pub(super) fn ping_body(id: &str) -> String {
     json!({"type": "reward.ping", "version": "1", "id": id}).to_string()
 }
@@ -123,7 +124,8 @@ fn now_rfc3339() -> String {
     whole_seconds(jiff::Timestamp::now())
 }
 
-/// Truncates to whole seconds: never ahead of the clock, and equal to the `webhook-timestamp` of a request sent immediately.
+/// Formats a time without the fraction of a second: never ahead of the clock, and equal to the `webhook-timestamp` of a request
+/// that is sent immediately.
 fn whole_seconds(time: jiff::Timestamp) -> String {
     jiff::Timestamp::from_second(time.as_second()).unwrap_or(time).to_string()
 }
@@ -167,10 +169,10 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         num_tokens: *num_tokens,
         columns,
     };
-    serde_json::to_value(&wire).expect("strings and JSON values have a JSON form")
+    serde_json::to_value(&wire).expect("strings and JSON values can be serialized")
 }
 
-/// Limits of one request.
+/// Limits on the samples in one request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Room {
     pub batching: Batching,

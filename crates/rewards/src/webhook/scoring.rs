@@ -22,12 +22,12 @@ use crate::sample::{RewardSample, RewardValue};
 use crate::spec::OnInvalid;
 use crate::{Counts, JobContext, Judgement, RewardFailure, SampleError};
 
-/// The scoring of one rollout's samples by one service.
+/// State while one reward service scores the samples of one rollout.
 pub(super) struct ScoringRun<'a> {
     pub webhook: &'a Webhook,
     pub job: &'a JobContext,
     pub samples: &'a [RewardSample],
-    /// The samples in the dialect's format.
+    /// The samples, converted to the JSON of the service's dialect.
     pub pieces: Vec<Value>,
     /// The samples as serialized JSON.
     pub wire: Vec<String>,
@@ -37,8 +37,8 @@ pub(super) struct ScoringRun<'a> {
 pub(super) type Answers = Vec<(usize, Judgement)>;
 
 impl ScoringRun<'_> {
-    /// Requests scores for the samples at `indices` until each has a judgement. `round` is the number of earlier requests for
-    /// them, `silent` the number of consecutive deadlines that passed without any result.
+    /// Requests scores for the samples at `indices` until each has a judgement. `round` is the number of earlier requests for these
+    /// samples, `silent` the number of consecutive deadlines that passed without any result.
     pub(super) fn request_scores(
         &self,
         indices: Vec<usize>,
@@ -52,7 +52,7 @@ impl ScoringRun<'_> {
             let (id, answer, is_new) = match self.journaled(key.as_deref()) {
                 Some(JournaledRequest::Answered { id, answer }) => {
                     self.count(Counts { replayed: 1, ..Counts::default() });
-                    // Older versions recorded callback results without redacting them.
+                    // Older versions recorded callback results in the journal without redacting them.
                     let answer = self.redacted(answer, &id, &indices);
                     (id, answer, false)
                 }
@@ -61,7 +61,7 @@ impl ScoringRun<'_> {
                         Some(JournaledRequest::Sent { later: Some(later), .. }) => later.accepted.clone(),
                         _ => None,
                     };
-                    // A request that the service has accepted (202) does not count as in flight.
+                    // A request that the service has accepted (202) does not count toward the concurrency limit.
                     let permit = match &accepted {
                         Some(_) => None,
                         None => Some(webhook.permits.acquire().await),
@@ -123,13 +123,15 @@ impl ScoringRun<'_> {
                     self.count(counts);
                     self.apply_results(indices, answer.found, round, timing).await
                 }
-                // The answer was valid when it was recorded, so another version wrote the journal.
+                // Answers in the journal were valid when they were recorded, so another version of rlood with other rules wrote
+                // this one.
                 Err(problem) => self.apply_on_invalid(&indices, "invalid_answer", &problem),
             }
         })
     }
 
-    /// Sends a request until the outcome is final: a valid answer, the promise of one, or the last attempt.
+    /// Sends a request until the outcome is final: a valid answer, the service's promise to answer later (202), or
+    /// the last permitted attempt.
     pub(super) async fn send_until_final(
         &self,
         request: &Request,
@@ -145,7 +147,7 @@ impl ScoringRun<'_> {
             self.count(counts);
             let problem = match delivered {
                 Delivered::Body(body) => match self.read(&body, &request.id, indices) {
-                    // A valid answer is UTF-8.
+                    // A body that was parsed as JSON is UTF-8, so nothing is lost here.
                     Ok(_) => {
                         let body = String::from_utf8_lossy(&body).into_owned();
                         return Ok(SendOutcome::Answer(RewardAnswer::Body { body }));
@@ -179,7 +181,7 @@ impl ScoringRun<'_> {
         }
     }
 
-    /// Creates a new request for the samples at `indices`.
+    /// Creates a new request to the service for the samples at `indices`.
     pub(super) fn new_request(&self, indices: &[usize]) -> Request {
         let id = RewardRequestId::new().to_string();
         let pieces: Vec<&Value> = indices.iter().map(|&index| &self.pieces[index]).collect();
@@ -192,7 +194,7 @@ impl ScoringRun<'_> {
         self.request(id, body, webhook.plan.deadline_ms, indices)
     }
 
-    /// Recreates a request of a previous attempt.
+    /// Recreates a request that a previous attempt at the job recorded in the journal.
     pub(super) fn recreated_request(
         &self,
         id: String,
@@ -217,7 +219,8 @@ impl ScoringRun<'_> {
 
     pub(super) fn read(&self, body: &[u8], id: &str, indices: &[usize]) -> Result<Answer, String> {
         let samples: Vec<&RewardSample> = indices.iter().map(|&index| &self.samples[index]).collect();
-        // The error message may quote a key of the answer, which is not redacted there.
+        // Redacting an answer keeps the keys of its JSON, and the error message may quote such a key, so the message is redacted
+        // too.
         let shown = |problem: String| self.webhook.secret_filter.redact_text(problem.into_bytes());
         let read = self.webhook.dialect.read(body, id, &samples);
         let mut answer = read.map_err(|problem| String::from_utf8_lossy(&shown(problem)).into_owned())?;
@@ -231,7 +234,7 @@ impl ScoringRun<'_> {
         Ok(answer)
     }
 
-    /// Redacts the secrets in an answer before it is recorded and used. Its values do not change.
+    /// Redacts the secrets in a service's answer before the answer is recorded and used. Rewards and sample ids do not change.
     fn redacted(&self, answer: RewardAnswer, id: &str, indices: &[usize]) -> RewardAnswer {
         let preserved = || {
             let mut preserved = self.webhook.dialect.preserved();
@@ -265,7 +268,7 @@ impl ScoringRun<'_> {
         }
     }
 
-    /// Appends an entry to the journal and waits until it is durable. Does nothing without a journal.
+    /// Appends an entry to the journal and waits until the entry is durable. Does nothing without a journal.
     pub(super) async fn append_to_journal(
         &self,
         key: Option<&str>,
@@ -275,7 +278,7 @@ impl ScoringRun<'_> {
         journal.append(entry(key.to_owned())).await.map_err(|unrecorded| unrecorded.of(&self.webhook.name))
     }
 
-    /// Keeps the results, requests missing ones again, and gives up on samples that were requested too often.
+    /// Stores the results of an answer, requests missing ones again, and gives up on samples that were requested too often.
     pub(super) async fn apply_results(
         &self,
         indices: Vec<usize>,
@@ -290,11 +293,11 @@ impl ScoringRun<'_> {
             match found {
                 Found::Judged(judgement) => answers.push((index, judgement)),
                 Found::Retryable(_) if round + 1 < plan.max_tries => again.push(index),
-                // The service reported that it has no value, so the value is missing regardless of `on_invalid`.
+                // The service reported an error for this sample, so its value is missing regardless of `on_invalid`.
                 Found::Retryable(SampleError { code, message }) => {
                     answers.push((index, Judgement::missing(code, format!("{message} ({} tries)", round + 1))));
                 }
-                // A deadline that passes is not an invalid answer, so `on_invalid` does not apply.
+                // A result that did not arrive before the deadline is not an invalid answer, so `on_invalid` does not apply.
                 Found::Absent if timing != Timing::InTime => again.push(index),
                 Found::Absent | Found::Invalid(_) if round < plan.max_invalid_tries => again.push(index),
                 Found::Absent => answers.extend(self.apply_on_invalid(
@@ -321,7 +324,7 @@ impl ScoringRun<'_> {
         Ok(answers)
     }
 
-    /// Applies the plan's `on_invalid` to samples without a valid answer.
+    /// Applies the reward's `on_invalid` setting (missing, 0, or failure of the job) to samples without a valid answer.
     pub(super) fn apply_on_invalid(
         &self,
         indices: &[usize],

@@ -1,13 +1,13 @@
-//! Waits between two attempts.
+//! Waits between two attempts to send a request to a reward service.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::Duration;
 
-/// First and longest wait between attempts. Full jitter: the actual wait is a random part of it.
+/// First and longest wait between two attempts, of which each actual wait is a random part ("full jitter").
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 pub(super) const MAX_WAIT: Duration = Duration::from_secs(30);
 
-/// Returns a random part of 0.5 s, 1 s, 2 s … 30 s after the nth failure (from 1).
+/// Returns the wait after the nth failure (from 1): a random part of 0.5 s, 1 s, 2 s … 30 s.
 pub(super) fn jitter(failures: u32) -> Duration {
     doubled(FIRST_WAIT, failures.saturating_sub(1), MAX_WAIT).mul_f64(random_fraction())
 }
@@ -16,7 +16,7 @@ pub(super) fn doubled(first: Duration, times: u32, longest: Duration) -> Duratio
     first.saturating_mul(1 << times.min(16)).min(longest)
 }
 
-/// Returns random bits to spread retries. Not suitable for secrets.
+/// Returns 64 random bits for spreading retries over time. Not suitable for secrets.
 pub(super) fn random_bits() -> u64 {
     RandomState::new().build_hasher().finish()
 }

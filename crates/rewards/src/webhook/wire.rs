@@ -1,4 +1,4 @@
-//! Result types of one HTTP attempt.
+//! Result types of one attempt to send an HTTP request to a reward service.
 
 use std::time::Duration;
 
@@ -7,16 +7,16 @@ use reqwest::header::HeaderMap;
 
 use crate::signed_post::SendError;
 
-/// Result of one attempt: status, headers, and the body, which may have been interrupted; or the reason
-/// why there was no response.
+/// Result of one attempt to send a request: status, headers, and the body, which may have been interrupted; or the reason why
+/// there was no response.
 pub(super) type Outcome = Result<(StatusCode, HeaderMap, Result<Vec<u8>, String>), NotSent>;
 
-/// Prefix of a timeout's message.
+/// First words of the error message of a timeout.
 pub(super) const TIMED_OUT: &str = "no answer within";
 
 pub(super) type Answered = (StatusCode, Option<Duration>, Result<Vec<u8>, String>);
 
-/// Reason why there was no response, and whether the address was refused by the policy.
+/// Reason why there was no response, and whether the policy for outgoing addresses forbids the address.
 pub(super) struct NotSent(pub(super) String, pub(super) bool);
 
 impl NotSent {
@@ -29,7 +29,7 @@ impl NotSent {
     }
 }
 
-/// Message for an answer that is too large and was discarded.
+/// Error message for an answer that is too large and was discarded.
 pub(super) const OVERSIZE: &str = "the answer is larger than 8 MiB";
 
 impl From<SendError> for NotSent {

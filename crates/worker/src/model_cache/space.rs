@@ -1,4 +1,4 @@
-//! Frees space for a model by removing the least recently used models that are not in use.
+//! Frees space in the model cache by removing the least recently used models that are not in use.
 
 use std::fs::File;
 use std::io;
@@ -9,7 +9,7 @@ use crate::size::format_size;
 /// Reason why a model does not fit into the cache. [`CacheFull::advice`] says what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheFull {
-    /// The model alone exceeds the limit.
+    /// The model alone is larger than the limit of the cache.
     #[error("the model's size is {}, but the worker's cache is limited to {}", format_size(*.size_bytes), format_size(*.limit_bytes))]
     OverLimit {
         /// Size of the model in bytes.
@@ -17,7 +17,7 @@ pub enum CacheFull {
         /// Limit of the cache in bytes.
         limit_bytes: u64,
     },
-    /// Models in use leave too little space below the limit.
+    /// The models in use leave too little space below the limit of the cache.
     #[error(
         "the model's size is {}, but the worker's cache is limited to {}, of which running jobs use {}",
         format_size(*.size_bytes), format_size(*.limit_bytes), format_size(*.used_bytes)
@@ -27,27 +27,27 @@ pub enum CacheFull {
         size_bytes: u64,
         /// Limit of the cache in bytes.
         limit_bytes: u64,
-        /// Bytes of models that are in use.
+        /// Total size in bytes of the models that are in use.
         used_bytes: u64,
     },
-    /// The disk is too full, even without the models that are not in use.
+    /// The disk has too little space, even if all unused models are removed.
     #[error(
         "{} of the model must still be downloaded, but the disk of the worker's cache has only {} free",
         format_size(*.missing_bytes), format_size(*.free_bytes)
     )]
     Disk {
-        /// Bytes that must still be downloaded.
+        /// Bytes of the model that must still be downloaded.
         missing_bytes: u64,
-        /// Bytes that can be written.
+        /// Free bytes on the disk.
         free_bytes: u64,
     },
-    /// The directory cannot be read or written.
+    /// The cache directory cannot be read or written.
     #[error("the worker's cache cannot be used")]
     Io(#[from] io::Error),
 }
 
 impl CacheFull {
-    /// Returns advice for the operator.
+    /// Returns what the operator can do about the full cache.
     pub fn advice(&self) -> &'static str {
         match self {
             CacheFull::OverLimit { .. } => {
@@ -83,14 +83,14 @@ impl ModelCache {
         let mut others: Vec<CacheEntry> = self.entries()?.into_iter().filter(|entry| entry.key != key).collect();
         loop {
             let used_bytes: u64 = others.iter().map(|entry| entry.size_bytes).sum();
-            // Other downloads in progress will still write their missing bytes.
+            // The free space on disk minus the bytes that other downloads in progress will still write.
             let promised: u64 = others.iter().map(|entry| entry.missing_bytes).sum();
             let free_bytes = free_bytes(&self.root)?.saturating_sub(promised);
             let is_over = self.limit_bytes.is_some_and(|limit| used_bytes.saturating_add(size_bytes) > limit);
             if !is_over && missing_bytes <= free_bytes {
                 return Ok(());
             }
-            // The entries are ordered by their last use.
+            // The loop removes the least recently used models first, which is the order of the entries.
             let Some(at) = others.iter().position(|entry| !entry.in_use) else {
                 return Err(match self.limit_bytes {
                     Some(limit_bytes) if is_over => CacheFull::InUse { size_bytes, limit_bytes, used_bytes },
@@ -101,7 +101,7 @@ impl ModelCache {
             if self.remove(&entry.key)? {
                 tracing::info!(model = entry.name, bytes = entry.size_bytes, "removed from the cache to make room");
             } else {
-                // A job has started to use the model in the meantime.
+                // A job has started to use this model since the entries were listed.
                 others.push(CacheEntry { in_use: true, ..entry });
             }
         }

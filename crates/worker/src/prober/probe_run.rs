@@ -1,4 +1,4 @@
-//! The engine's host during a preflight: records one run of the training loop.
+//! The engine's host (its callbacks for rewards, events and checkpoints) during a preflight: records one run of the training loop.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::probe::{Observed, ProbeError, ProbedSample, StepSeconds};
 use crate::reward::JobContext;
 use crate::sample::{RewardSample, RolloutPart, Score};
 
-/// One recorded run of the training loop.
+/// One run of the training loop in a preflight, as recorded.
 pub(super) struct ProbeRun<'p> {
     pub(super) probe: &'p Probe,
     pub(super) prompts_per_step: usize,
@@ -23,15 +23,15 @@ pub(super) struct ProbeRun<'p> {
     pub(super) first_rollout: Option<Instant>,
     /// Scored completions in the order of the prompts.
     pub(super) observed: Vec<Observed>,
-    /// Seconds per step, by reward.
+    /// Seconds that each reward took in each step, by reward name.
     pub(super) latencies: BTreeMap<String, Vec<f64>>,
     pub(super) generate_s: f64,
     pub(super) reward_s: f64,
     pub(super) scored_steps: usize,
-    /// Seconds for log-probabilities without gradient, and for the passes from forward to optimizer.
+    /// Seconds for log-probabilities without gradient, and for the training passes (forward, backward, optimizer).
     pub(super) reference_s: f64,
     pub(super) train_s: f64,
-    /// Seconds of the last complete step.
+    /// Seconds that the last complete step took.
     pub(super) step_s: f64,
     pub(super) trained_steps: usize,
     pub(super) warnings: Vec<String>,
@@ -65,12 +65,13 @@ impl<'p> ProbeRun<'p> {
         self.trained_steps == self.steps
     }
 
-    /// Returns the seconds for loading the model.
+    /// Returns the seconds that loading the model took.
     pub(super) fn loading_s(&self) -> f64 {
         self.first_rollout.map_or(0.0, |at| at.duration_since(self.begun).as_secs_f64())
     }
 
-    /// Estimates the seconds of one optimizer step of the job: a block of P·S prompts is sampled once and trained μ·S times.
+    /// Estimates the seconds of one optimizer step of the job. The job samples a block of prompts_per_step · steps_per_generation
+    /// (S) prompts once, and trains on it num_iterations (μ) · S times.
     pub(super) fn step_seconds(&self) -> Option<StepSeconds> {
         if self.scored_steps == 0 {
             return None;
@@ -84,15 +85,15 @@ impl<'p> ProbeRun<'p> {
         let train = (self.trained_steps > 0).then(|| {
             let (reference, train) = (self.reference_s / trained, self.train_s / trained);
             let reused = plan.rloo.num_iterations > 1 || plan.rloo.steps_per_generation > 1;
-            // A block that is used more than once needs its old log-probabilities: one forward pass, about a
-            // third of a training pass.
+            // A block that is trained on more than once needs the log-probabilities from before the first update: one forward pass,
+            // about a third of a training pass.
             let old = if reused { train / 3.0 } else { 0.0 };
             ((reference + old) / iterations + train) * growth
         });
         Some(StepSeconds { generate, reward, train, total: train.map(|train| generate + reward + train) })
     }
 
-    /// Replaces the index among the chosen rows, which the run uses, by the index in the dataset.
+    /// Replaces a sample's row index among the preflight's rows by the row's index in the dataset.
     pub(super) fn with_dataset_index(&self, sample: &RewardSample) -> RewardSample {
         let row = sample.prompt_id.strip_prefix("row_").and_then(|row| row.parse::<usize>().ok());
         let number = row.and_then(|row| self.probe.numbers.get(row)).copied().unwrap_or_default();
@@ -139,7 +140,7 @@ impl Host for ProbeRun<'_> {
         let samples: Vec<RewardSample> = request.samples.iter().map(|sample| self.with_dataset_index(sample)).collect();
         let generate_s = self.rollout_began.map_or(0.0, |began| asked.duration_since(began).as_secs_f64());
         let job = JobContext { job: JobId::new(), rollout: request.id, probe: true };
-        // The minimum gives built-in rewards time to answer after the deadline.
+        // The rewards get at least 100 ms, so that built-in ones can answer even after the preflight's time limit.
         let left = self.probe.deadline.saturating_duration_since(asked).max(Duration::from_millis(100));
         let scored = self
             .probe
@@ -157,7 +158,7 @@ impl Host for ProbeRun<'_> {
         self.generate_s += generate_s;
         self.reward_s += asked.elapsed().as_secs_f64();
         if request.id.part == RolloutPart::Greedy {
-            // A greedy baseline of ReMax: its time counts, but the job does not train on its completions.
+            // A rollout of ReMax's greedy baseline: its time counts, but the job does not train on its completions.
             return Ok(scored.scores);
         }
         self.scored_steps += 1;

@@ -1,4 +1,4 @@
-//! The reward models of a job: found by their registered ids, loaded once per attempt, on the worker's device.
+//! The local reward models of a job: found by their registered ids, loaded once per attempt, on the worker's device.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use crate::reward::local::{LocalModel, LocalModels};
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::{Plan, RewardModelPlan};
 
-/// The reward models of one attempt. Rewards with the same plan share one model.
+/// The local reward models of one attempt at a job. Rewards with the same plan share one loaded model.
 #[derive(Debug)]
 pub struct LocalRewardModels {
     device: String,
@@ -24,13 +24,13 @@ pub struct LocalRewardModels {
     dirs: Mutex<BTreeMap<String, (PathBuf, bool)>>,
     /// SHA-256 of each model by id, at the time when the job was accepted.
     fingerprints: BTreeMap<String, String>,
-    /// Variables of chat templates, for the policy and the reward models.
+    /// Additional variables for the chat templates of the trained model and the reward models.
     chat_template_kwargs: Map<String, Value>,
     loaded: Mutex<HashMap<String, Arc<Scorer>>>,
 }
 
 impl LocalRewardModels {
-    /// Creates the models for a job on a device (`cpu`, `cuda:0`); `paths` maps ids to directories.
+    /// Creates the reward models of a job for a device (`cpu`, `cuda:0`), without loading them; `paths` maps ids to directories.
     pub fn new(device: &str, paths: BTreeMap<String, String>, plan: &Plan) -> Self {
         Self {
             device: device.to_owned(),
@@ -54,7 +54,7 @@ impl LocalRewardModels {
         if !dir.is_dir() {
             return Err(format!("the directory of the reward model '{model}' is not on this machine"));
         }
-        // The lock is held while loading, so that other callers wait for the same model.
+        // The lock is held while a model is loading, so that callers that need the same model wait for it.
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         let key = format!("{plan:?}");
         if let Some(scorer) = loaded.get(&key) {

@@ -35,15 +35,15 @@ use crate::reward::{RewardDeps, Rewards};
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{DatasetPlan, eval_secret_name};
 
-/// Minimum interval between two heartbeats.
+/// Minimum interval between two heartbeats to the server.
 const MIN_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// Time allowed for final reports when the server may be unreachable.
 const FINAL_REPORT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Stack size of the engine's thread, because sorting the graph of a long sequence is recursive. Only pages
+/// Stack size of the engine's thread: autograd sorts its graph recursively, and the graph of a long sequence is deep. Only pages
 /// that are touched use memory.
 const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
 
-/// State shared by the parts of an attempt.
+/// State of one attempt at a job, shared by preparation, training and the final report.
 pub(super) struct Attempt {
     pub(super) client: Client,
     pub(super) claim_ref: ClaimRef,
@@ -52,7 +52,7 @@ pub(super) struct Attempt {
     pub(super) events: Events,
 }
 
-/// The engine's inputs on this machine.
+/// The downloaded inputs of the engine: models, dataset rows, checkpoint.
 struct Prepared {
     models: JobModels,
     rows: Vec<PromptRow>,
@@ -62,17 +62,17 @@ struct Prepared {
     initial: Option<PathBuf>,
 }
 
-/// Time limit for built-in rewards to stop after the job has ended.
+/// Time limit for threads of built-in rewards to stop after the job has ended.
 const GRADER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 const GRADER_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Runs a claim to its end. When the worker shuts down, it stops after `leave_within`, even if the server does not accept the
-/// report. Returns the exit code if the process must not run another job.
+/// Runs a claimed job until the attempt has ended and is reported. When the worker shuts down, this stops after `leave_within`,
+/// even if the server does not accept the report. Returns the exit code if the process must not run another job.
 pub(super) async fn run(worker: &Worker, claim: Claim) -> Option<u8> {
     tokio::select! {
         code = run_and_report(worker, claim) => code,
         () = leaving_since(worker, worker.leave_within) => {
-            tracing::warn!("the outcome is not reported: the server does not answer, and this process exits");
+            tracing::warn!("the outcome of the job is not reported: the server does not answer, and this worker exits");
             None
         }
     }
@@ -102,7 +102,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     let graders = Graders::default();
     let ended = tokio::select! {
         ended = attempt.work(worker, claim, &graders) => ended,
-        // The rest of the time is reserved for the report.
+        // The last fifth of the time until the worker must exit is reserved for the report to the server.
         () = leaving_since(worker, worker.leave_within.mul_f64(0.8)) => {
             attempt.events.log("the engine did not stop in time: work since the last checkpoint is lost");
             Err(RunEnd::Stopped(StopReason::Shutdown))
@@ -116,7 +116,11 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
         Err(RunEnd::Stopped(StopReason::Shutdown)) if worker.preempted.load(Ordering::Relaxed) => Outcome::Preempted,
         Err(RunEnd::Stopped(StopReason::Shutdown)) => Outcome::Requeued,
         Err(RunEnd::Stopped(StopReason::LeaseLost)) => {
-            tracing::warn!(job = %claim_ref.job, attempt = claim_ref.attempt, "the claim is lost; this attempt is dropped");
+            tracing::warn!(
+                job = %claim_ref.job,
+                attempt = claim_ref.attempt,
+                "the worker has lost its claim on the job; this attempt is discarded"
+            );
             return graders.wait_until_idle().await;
         }
         Err(RunEnd::Panicked) => {
@@ -126,8 +130,8 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
         }
         Err(RunEnd::Failed(error @ EngineError::Device(_))) => {
             let why = error.to_string();
-            // The supervisor keeps the last lines of standard error for its report about this process.
-            tracing::error!(job = %claim_ref.job, attempt = claim_ref.attempt, why, "the GPU failed; this process ends");
+            // Written to standard error, because the server keeps the last lines of it for its report about this process.
+            tracing::error!(job = %claim_ref.job, attempt = claim_ref.attempt, why, "the GPU failed; the worker exits");
             attempt.events.log(format!("{why}; the worker restarts, and the job resumes from its last checkpoint"));
             let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, attempt.events.flush()).await;
             return Some(EXIT_DEVICE);
@@ -135,7 +139,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
         Err(RunEnd::Failed(error)) => Outcome::Failed { failure: failure::of_engine(error, attempt.progress.get()) },
     };
     attempt.events.log(outcome_line(&outcome));
-    // An error here comes from the delivery, which is checked next.
+    // An error of `flush` has its cause in the delivery of events, whose result is checked next.
     let flushed = attempt.events.flush().await;
     let Attempt { client, progress, events, .. } = attempt;
     drop(events);
@@ -144,7 +148,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
         (Err(_), Ok(Err(ClientError::LeaseLost))) => return graders.wait_until_idle().await,
         (Err(_), ended) => {
             let error = match &ended {
-                Ok(Ok(())) => "the delivery ended".to_owned(),
+                Ok(Ok(())) => "the task that sends events ended".to_owned(),
                 Ok(Err(error)) => with_causes(error),
                 Err(error) => with_causes(error),
             };
@@ -162,12 +166,13 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     graders.wait_until_idle().await
 }
 
-/// The rewards of an attempt. Their computing threads may outlive the attempt.
+/// The rewards of an attempt, whose threads may still compute after the attempt has ended.
 #[derive(Default)]
 struct Graders(std::sync::OnceLock<Vec<Arc<Rewards>>>);
 
 impl Graders {
-    /// Waits for the computing threads after the job has ended. Returns the exit code of the process if they do not stop.
+    /// Waits until the threads of built-in rewards have stopped after the job has ended. Returns the exit code of the process if
+    /// they do not stop.
     async fn wait_until_idle(&self) -> Option<u8> {
         let grading = || self.0.get().is_some_and(|rewards| rewards.iter().any(|rewards| rewards.is_grading()));
         let ended = async {
@@ -178,7 +183,7 @@ impl Graders {
         match tokio::time::timeout(GRADER_EXIT_TIMEOUT, ended).await {
             Ok(()) => None,
             Err(_) => {
-                tracing::error!("a built-in reward of the last job still computes; this process ends");
+                tracing::error!("a built-in reward of the last job still computes; the worker exits");
                 Some(EXIT_GRADING)
             }
         }
@@ -205,10 +210,10 @@ impl Attempt {
         let journal = Journal::start(self.client.clone(), self.claim_ref, self.stop.clone(), claim.callbacks.clone());
         let reward_models = Arc::new(LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan));
         let rewards = Arc::new(self.build_rewards(worker, &claim, &journal, reward_models.clone())?);
-        // The first caller gets the receiver.
+        // `notices` returns its receiver to the first caller only, which is this one.
         let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
         let eval_rewards = build_eval_rewards(&claim, &rewards)?.map(Arc::new);
-        // The cell is set only here, so this cannot fail.
+        // The cell with the rewards is set only here, so setting it cannot fail.
         let _ = graders.0.set(std::iter::once(&rewards).chain(&eval_rewards).cloned().collect());
         let reports = Reports::start(self.client.clone(), self.claim_ref, rewards.clone(), eval_rewards.clone());
         let heartbeats = heartbeat_loop(
@@ -224,7 +229,7 @@ impl Attempt {
         let scratch = tempfile::Builder::new()
             .prefix("attempt-")
             .tempdir_in(&worker.scratch_dir)
-            .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
+            .map_err(|source| ClientError::Disk { doing: "create a scratch directory", source })
             .map_err(|error| failure::of_client(&error, position()))?;
         let prepared = tokio::select! {
             prepared = self.prepare(worker, &mut claim, &journal, scratch.path()) => prepared?,
@@ -266,9 +271,10 @@ impl Attempt {
         if let Err(RunEnd::Panicked) = ended {
             return ended;
         }
-        // The engine's thread has ended, so nothing uses the directory anymore.
+        // The engine's thread has ended, so nothing uses the scratch directory anymore.
         drop(scratch);
-        // Answers that arrived during the stop are recorded, so that they are not requested again.
+        // Reward answers that arrived while the engine was stopping are recorded in the journal, so that the next attempt does
+        // not request them again.
         let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, journal.flush()).await;
         let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, reports.send_final()).await;
         match ended {
@@ -277,7 +283,7 @@ impl Attempt {
         }
     }
 
-    /// Builds the job's rewards. Services are called under the outgoing address policy of the server.
+    /// Builds the job's rewards. Reward services are called under the server's policy for outgoing addresses.
     fn build_rewards(
         &self,
         worker: &Worker,
@@ -302,12 +308,12 @@ impl Attempt {
         Rewards::with_deps(&claim.plan.rewards, &claim.secrets, deps).map_err(|error| error.to_failure())
     }
 
-    /// Converts an error of the engine into the end of the attempt.
+    /// Converts an error of the engine into the reason why the attempt ended.
     fn run_end(&self, error: EngineError) -> RunEnd {
         tracing::warn!(error = with_causes(&error), "the engine ended with an error");
         match (error, self.stop.get()) {
             (error @ EngineError::Host(_), _) => RunEnd::Failed(error),
-            // The error does not matter, because the work is discarded anyway.
+            // After a cancel or a lost claim the engine's error does not matter, because the work is discarded anyway.
             (_, Some(stop)) if drops_work(&stop) => RunEnd::Stopped(stop),
             (error, _) if is_disk_full(&error) => {
                 RunEnd::Stopped(StopReason::Pause { reason: Some("disk_full".to_owned()) })
@@ -326,13 +332,13 @@ impl Attempt {
         let (rollouts, answers) = self.check_transfer(journal.read_previous(&self.client, self.claim_ref).await)?;
         if rollouts + answers > 0 {
             self.events.log(format!(
-                "the journal contains {rollouts} rollouts and {answers} reward answers since then; they are not repeated"
+                "the journal contains {rollouts} rollouts and {answers} reward answers since that step; they are not repeated"
             ));
         }
         let models = self.find_models(worker, claim).await?;
         let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
         let eval_rows = match &claim.plan.eval {
-            // The engine takes the evaluation rows from the training rows.
+            // If `eval.fraction` is set, the engine takes the evaluation rows from the training rows, so none are downloaded.
             Some(eval) if eval.fraction.is_some() => Vec::new(),
             Some(eval) if eval.dataset.id == claim.plan.dataset.id => rows.clone(),
             Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
@@ -345,7 +351,7 @@ impl Attempt {
                 true => rows.clone(),
                 false => self.fetch_rows(&warm_up.dataset, scratch).await?,
             },
-            // The warm-up has finished.
+            // The warm-up (supervised training before RLOO) has finished before the checkpoint, so its rows are not needed.
             Some(_) | None => Vec::new(),
         };
         let initial = self.fetch_initial(&claim.initial, scratch).await?;
@@ -353,7 +359,7 @@ impl Attempt {
     }
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
-        // Each dataset has its own file name, because the download resumes an existing file.
+        // Each dataset has its own file name, because a download resumes the file that it finds under its name.
         let path = scratch.join(format!("{}.ndjson", dataset.id));
         self.check_transfer(fetch(|| self.client.dataset(self.claim_ref, dataset.id, &dataset.sha256, &path)).await)?;
         let read = tokio::task::spawn_blocking(move || read_rows(&path)).await;
@@ -364,8 +370,8 @@ impl Attempt {
         }
     }
 
-    /// Converts a failed transfer into a failure. If the claim is lost or the server is gone, it also raises the
-    /// stop, which ends the preparation.
+    /// Converts a failed transfer of a file into a failure of the job. If the claim is lost or the server is gone, it also requests
+    /// the stop of the attempt, which ends the preparation.
     pub(super) fn check_transfer<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
         result.map_err(|error| {
             let is_answered = self.progress.is_server_reachable();
@@ -385,12 +391,12 @@ impl Attempt {
     }
 }
 
-/// Returns whether the worker's disk is full. The job then pauses, as when the server's disk is full.
+/// Returns whether an engine error means that the worker's disk is full. The job then pauses, as when the server's disk is full.
 fn is_disk_full(error: &EngineError) -> bool {
     matches!(error, EngineError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull)
 }
 
-/// Builds the rewards of the evaluation, if it has its own. Their secrets have their own names.
+/// Builds the rewards of the evaluation, if the job has separate ones. Their secrets are stored under separate names.
 fn build_eval_rewards(claim: &Claim, rewards: &Rewards) -> Result<Option<Rewards>, Failure> {
     let Some(plans) = claim.plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()) else { return Ok(None) };
     let secret_of = |name: &String| Some((name.clone(), claim.secrets.get(&eval_secret_name(name))?.clone()));
@@ -398,7 +404,7 @@ fn build_eval_rewards(claim: &Claim, rewards: &Rewards) -> Result<Option<Rewards
     rewards.for_evaluation(plans, &secrets).map(Some).map_err(|error| error.to_failure())
 }
 
-/// Data that moves to the engine's thread.
+/// Inputs of the training that move to the engine's thread.
 struct EngineRun {
     claim: Claim,
     prepared: Prepared,
@@ -429,7 +435,7 @@ impl EngineRun {
                 };
                 let ended = train(input, &mut host);
                 drop(host);
-                // The receiver is dropped only during shutdown.
+                // Sending the result fails only during shutdown, when the receiver is dropped.
                 let _ = sender.send(ended);
             });
         match started {
@@ -442,7 +448,8 @@ impl EngineRun {
     }
 }
 
-/// Sends heartbeats in all phases: reports the progress, and receives the user's cancel and pause requests.
+/// Sends heartbeats to the server in all phases of an attempt: reports the progress, and receives the user's
+/// cancel and pause requests.
 async fn heartbeat_loop(
     client: Client,
     claim_ref: ClaimRef,
@@ -452,7 +459,8 @@ async fn heartbeat_loop(
     every: Duration,
 ) {
     let mut answered = clock::now();
-    // The first heartbeats follow each other closely, to report where a short attempt was and how much memory it used.
+    // The first heartbeats follow each other closely, so that the server also learns the phase and the memory of an
+    // attempt that ends soon.
     let mut early_interval = MIN_HEARTBEAT_INTERVAL;
     let mut waits = rewards.waiting_changes();
     loop {
@@ -480,7 +488,7 @@ async fn heartbeat_loop(
                 every.min(early_interval / 2)
             }
             Err(error) if error.is_transient() && clock::now() - answered < MAX_OUTAGE => {
-                tracing::warn!(error = with_causes(&error), "a heartbeat was not answered");
+                tracing::warn!(error = with_causes(&error), "the server did not answer a heartbeat");
                 every.min(Duration::from_secs(1))
             }
             Err(error) => {
@@ -488,7 +496,7 @@ async fn heartbeat_loop(
                 return stop.raise(StopReason::LeaseLost);
             }
         };
-        // A change of the waiting state is reported soon, without waiting for the next heartbeat.
+        // A heartbeat is sent early when the job begins or stops waiting for a reward service.
         tokio::time::sleep(pause.min(MIN_HEARTBEAT_INTERVAL)).await;
         let changed = waits.wait_for(|number| (*number > 0) != waiting);
         let _ = tokio::time::timeout(pause.saturating_sub(MIN_HEARTBEAT_INTERVAL), changed).await;
@@ -501,7 +509,7 @@ fn read_rows(path: &Path) -> Result<Vec<PromptRow>, (usize, String)> {
     let row = |(index, line): (usize, &str)| {
         let mut columns: Map<String, Value> =
             serde_json::from_str(line).map_err(|error| (index + 1, error.to_string()))?;
-        let prompt = columns.shift_remove("prompt").ok_or_else(|| (index + 1, "'prompt' is missing".to_owned()))?;
+        let prompt = columns.shift_remove("prompt").ok_or_else(|| (index + 1, "the row has no 'prompt'".to_owned()))?;
         Ok(PromptRow { prompt, columns })
     };
     text.lines().enumerate().map(row).collect()

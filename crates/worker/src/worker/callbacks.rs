@@ -1,5 +1,5 @@
-//! Callback results of reward services for this attempt. The results of all requests are fetched by one long-polling call,
-//! which starts when a request first waits.
+//! Fetches the results that reward services sent to the server by callback. One long-polling call fetches the results of all
+//! requests; it starts when a request first waits for callbacks.
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -30,7 +30,7 @@ struct Inner {
 #[derive(Default)]
 struct Entries {
     by_request: HashMap<String, Chunk>,
-    /// Whether the server delivers no more results.
+    /// Whether no more callback results arrive, because fetching them has failed for good.
     ended: bool,
 }
 
@@ -45,7 +45,7 @@ impl CallbackInbox {
         }))
     }
 
-    /// Waits for results of a request beyond the first `seen` ones.
+    /// Waits for callback results of a reward request beyond the first `seen` ones.
     pub(super) async fn arrived(&self, id: &str, seen: usize) -> Result<Chunk, JournalClosed> {
         let inner = &self.0;
         inner.fetch_task.get_or_init(|| {
@@ -62,7 +62,7 @@ impl CallbackInbox {
         Ok(Chunk { entries: chunk.entries.iter().skip(seen).cloned().collect(), done: chunk.done })
     }
 
-    /// Removes the results of a request that is complete.
+    /// Removes the callback results of a reward request that needs no more.
     pub(super) fn forget(&self, id: &str) {
         self.0.entries.send_if_modified(|entries| {
             entries.by_request.remove(id);

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 /// Minimum interval between two checkpoints after an interruption.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
-/// After an interruption, an attempt may lose at most one part in this many of its running time.
+/// After an interruption, checkpoints are so frequent that another interruption loses at most 1/8 of the attempt's running time.
 const MAX_LOSS_DIVISOR: u32 = 8;
-/// After an interruption, checkpoints may take at most one part in this many of the time.
+/// After an interruption, writing checkpoints may take at most 1/20 of the time.
 const MAX_COST_DIVISOR: u32 = 20;
 
-/// The checkpoint schedule of one attempt.
+/// The checkpoint schedule of one attempt at a job.
 #[derive(Debug)]
 pub(super) struct CheckpointSchedule {
     begun: Instant,
@@ -20,9 +20,9 @@ pub(super) struct CheckpointSchedule {
     cost: Duration,
     /// The configured interval between checkpoints, `checkpoints.every_seconds`.
     every: Option<Duration>,
-    /// Whether an earlier attempt was interrupted.
+    /// Whether an earlier attempt at the job was interrupted.
     soon: bool,
-    /// The checkpoint that was requested and is not published yet.
+    /// The checkpoint that was requested and that the server does not have yet.
     request: Cell<Option<Request>>,
 }
 
@@ -38,7 +38,8 @@ impl CheckpointSchedule {
         Self { begun, last_published: begun, cost: Duration::ZERO, every, soon, request: Cell::new(None) }
     }
 
-    /// Returns whether a checkpoint is due now. `large` means that the journal is so large that it needs one.
+    /// Returns whether a checkpoint is due now. `large` means that the journal has become so large that only a
+    /// checkpoint can shorten it.
     pub(super) fn is_due(&self, now: Instant, large: bool) -> bool {
         let unsaved = now.saturating_duration_since(self.last_published);
         let planned = large || self.every.is_some_and(|every| unsaved >= every);
@@ -49,12 +50,12 @@ impl CheckpointSchedule {
         due
     }
 
-    /// Returns whether the current checkpoint was requested only because of an earlier interruption.
+    /// Returns whether the requested checkpoint is an additional one that is due only because of an earlier interruption.
     pub(super) fn is_temporary(&self) -> bool {
         self.request.get().is_some_and(|request| request.temporary)
     }
 
-    /// Records that a checkpoint was published.
+    /// Records that a checkpoint was published (uploaded to the server).
     pub(super) fn published(&mut self, now: Instant) {
         if let Some(request) = self.request.take() {
             self.cost = now.saturating_duration_since(request.at);
@@ -80,7 +81,7 @@ mod tests {
         schedule.published(begun + seconds(12));
         assert!(!schedule.is_due(begun + seconds(21), false));
         assert!(schedule.is_due(begun + seconds(22), false));
-        // A checkpoint that the step schedule requested counts too.
+        // A checkpoint that was due by its step (`checkpoints.every_steps`) restarts the interval too.
         schedule.published(begun + seconds(30));
         assert!(!schedule.is_due(begun + seconds(39), false) && schedule.is_due(begun + seconds(40), false));
         assert!(!CheckpointSchedule::new(begun, None, false).is_due(begun + seconds(100_000), false));

@@ -1,15 +1,15 @@
-//! The identity of a claim.
+//! Identifies a claim: a job that the server has assigned to a worker for one attempt.
 
 use serde_json::Value;
 
 use crate::id::JobId;
 
-/// The job and the attempt that identify a claim.
+/// The job and the number of the attempt, which together identify a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClaimRef {
     /// Id of the job.
     pub(super) job: JobId,
-    /// Number of the attempt, which acts as a fencing token.
+    /// Number of the attempt, by which the server rejects calls of earlier attempts (a fencing token).
     pub(super) attempt: u64,
 }
 

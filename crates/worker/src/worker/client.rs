@@ -32,17 +32,17 @@ pub(super) const MAX_OUTAGE: Duration = Duration::from_secs(15 * 60);
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for a heartbeat, short enough for several within a lease.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
-/// Time limit for the head of an answer that the server may hold until it has something to send.
+/// Time limit for the response headers of a call that the server may hold until it has something to send.
 const LONG_POLL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum number of attempts at a download that arrives with a wrong hash.
 pub(super) const MAX_DAMAGED_ATTEMPTS: u32 = 3;
-/// First pause before a retry; it doubles with each retry.
+/// Pause before the first retry; doubles with each further retry.
 pub(super) const FIRST_DELAY: Duration = Duration::from_millis(200);
 /// Longest pause before a retry.
 pub(super) const MAX_DELAY: Duration = Duration::from_secs(5);
 
-/// Retries a call while `is_retryable` accepts its error, for up to [`MAX_OUTAGE`] after the first failure. The time starts at the
-/// failure, so that a long transfer that fails near its end is retried too.
+/// Retries a call to the server while `is_retryable` accepts its error, for up to [`MAX_OUTAGE`] after the first failure. The time
+/// starts at the failure, so that a long transfer that fails near its end is retried too.
 pub(super) async fn with_retries<T, F>(
     mut call: impl FnMut() -> F,
     is_retryable: impl Fn(&ClientError) -> bool,
@@ -90,14 +90,14 @@ where
     }
 }
 
-/// A connection to the server. Cheap to clone.
+/// A client for the server's worker protocol. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Client {
     http: reqwest::Client,
     base: Url,
     token: String,
     limits: TransferLimits,
-    /// Bytes of uploads that the server has received, from its answers to heartbeats.
+    /// Number of uploaded bytes that the server has received, from its answers to heartbeats.
     received: watch::Sender<u64>,
 }
 
@@ -117,7 +117,7 @@ impl Client {
         Ok(Self { http, base, token: token.to_owned(), limits, received })
     }
 
-    /// Replaces the limits on transfers.
+    /// Replaces the limits after which a transfer has failed.
     #[cfg(test)]
     pub(super) fn with_limits(self, limits: TransferLimits) -> Self {
         Self { limits, ..self }
@@ -128,7 +128,7 @@ impl Client {
         self.json(answer("register", send_within(CALL_TIMEOUT, request)).await?).await
     }
 
-    /// Requests a job; `None` means that there is none.
+    /// Requests a job from the queue; `None` means that the queue is empty.
     pub(super) async fn claim(&self, request: &ClaimRequest) -> Result<Option<Claim>, ClientError> {
         let limit = CALL_TIMEOUT + Duration::from_millis(request.wait_ms);
         let request = self.request(Method::POST, &["claim"], None).timeout(limit).json(request);
@@ -173,7 +173,7 @@ impl Client {
         answer("rewards", send_within(CALL_TIMEOUT, request)).await.map(drop)
     }
 
-    /// Fetches callback results after the cursor `after`. The server holds the call while there are none.
+    /// Fetches the callback results of reward services after the cursor `after`. The server holds the call while there are none.
     pub(super) async fn callbacks(&self, claim_ref: ClaimRef, after: i64) -> Result<CallbackUpdates, ClientError> {
         let request = self.fenced(Method::GET, claim_ref, &["callbacks", &after.to_string()]);
         self.json(answer("callbacks", send_within(LONG_POLL_TIMEOUT, request)).await?).await
@@ -191,7 +191,8 @@ impl Client {
         publish: &Publish,
     ) -> Result<Published, ClientError> {
         let request = self.on_job(Method::POST, claim_ref, &["checkpoints", &step.to_string()]).json(publish);
-        // The server moves and syncs the files before it answers; an older server also reads all of them.
+        // The time limit depends on the checkpoint's size: the server moves and syncs the files before it answers, and an older
+        // server also reads all of them.
         let limit = self.limits.answer(publish.files.iter().map(|file| file.size_bytes).sum());
         self.json(answer("publish", send_within(limit, request)).await?).await
     }
@@ -239,7 +240,7 @@ impl Client {
             .await
     }
 
-    /// Lists the files of one of the job's models. The server holds the call while it hashes them.
+    /// Lists the files of one of the job's models. The server holds the call while it hashes the files.
     pub(super) async fn model_files(&self, claim_ref: ClaimRef, model: &str) -> Result<ModelFiles, ClientError> {
         let request = self.fenced(Method::GET, claim_ref, &["models", model]);
         self.json(answer("models", send_within(LONG_POLL_TIMEOUT, request)).await?).await
@@ -255,18 +256,18 @@ impl Client {
         self.download(self.fenced(Method::GET, claim_ref, &["models", model, download.name]), download).await
     }
 
-    /// Asks the server to verify a file that arrives with a wrong hash. The server holds the call while it reads the file.
+    /// Asks the server to verify a file that was downloaded with a wrong hash. The server holds the call while it reads the file.
     pub(super) async fn inspect(&self, claim_ref: ClaimRef, file: &DamagedFile) -> Result<Inspection, ClientError> {
         let request = self.on_job(Method::POST, claim_ref, &["damaged"]).json(file);
         self.json(answer("damaged", send_within(LONG_POLL_TIMEOUT, request)).await?).await
     }
 
-    /// Downloads a file, or the missing rest of it.
+    /// Downloads a file, or the rest of a file that was partly downloaded before.
     async fn download(&self, request: RequestBuilder, download: Download<'_>) -> Result<(), ClientError> {
         let here = download.bytes_here().await;
         let request = if here > 0 { request.header(RANGE, format!("bytes={here}-")) } else { request };
         let response = match answer("download", send_within(self.limits.answer(0), request)).await {
-            // The existing bytes are as many as the file's or more, so they are not a prefix of the file.
+            // Status 416: the partly downloaded file is not shorter than the server's, so its bytes are wrong.
             Err(ClientError::Refused { status: 416, .. }) => {
                 download.start_over().await;
                 return Err(ClientError::Damaged { name: download.name.to_owned() });
@@ -284,7 +285,7 @@ impl Client {
         download.read(response, self.limits.stall).await
     }
 
-    /// Sends a body that may be large.
+    /// Sends a request whose body may be large.
     async fn send_json(
         &self,
         call: &'static str,
@@ -300,19 +301,19 @@ impl Client {
         serde_json::from_slice(&read_body(response, self.limits.stall).await?).map_err(ClientError::Protocol)
     }
 
-    /// Builds a call whose body contains the attempt.
+    /// Builds a request about a job whose body contains the number of the attempt.
     fn on_job(&self, method: Method, claim_ref: ClaimRef, rest: &[&str]) -> RequestBuilder {
         self.request(method, &[&["jobs", &claim_ref.job.to_string()], rest].concat(), None)
     }
 
-    /// Builds a call whose URL contains the attempt.
+    /// Builds a request about a job whose URL contains the number of the attempt.
     fn fenced(&self, method: Method, claim_ref: ClaimRef, rest: &[&str]) -> RequestBuilder {
         self.request(method, &[&["jobs", &claim_ref.job.to_string()], rest].concat(), Some(claim_ref.attempt))
     }
 
     fn request(&self, method: Method, path: &[&str], attempt: Option<u64>) -> RequestBuilder {
         let mut url = self.base.clone();
-        // `new` rejects URLs that cannot be a base, the only ones without path segments.
+        // Only URLs like `mailto:` have no path segments, and `new` rejects them.
         if let Ok(mut segments) = url.path_segments_mut() {
             segments.pop_if_empty().push("worker").extend(path);
         }
@@ -323,7 +324,8 @@ impl Client {
     }
 }
 
-/// Converts an error status of the answer to a [`ClientError`]. `call` is the name of the call, for failpoints.
+/// Converts an error status of the server's answer to a [`ClientError`]. `call` is the name of the call, at which
+/// tests can inject failures.
 #[cfg_attr(
     not(any(test, feature = "failpoints")),
     expect(unused_variables, reason = "only tests ask which call it is")
@@ -354,7 +356,7 @@ async fn answer(
         (401, _) => ClientError::Unauthorized,
         (507, _) => ClientError::StorageFull { detail },
         (status @ (408 | 425 | 429 | 500..), _) => ClientError::Unavailable(status),
-        // The request body ended early because of the connection, so a retry may succeed.
+        // The server received only a part of the request body because the connection broke, so a retry may succeed.
         (status, "body_interrupted") => ClientError::Unavailable(status),
         (status, _) => ClientError::Refused { status, code, detail },
     })

@@ -1,4 +1,4 @@
-//! Errors of worker protocol calls, and which of them can be retried.
+//! Errors of calls to the server by the worker protocol, and which of them can be retried.
 
 use std::time::Duration;
 
@@ -8,19 +8,19 @@ use crate::protocol::ClaimError;
 /// Reason why a call of the worker protocol failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Another attempt owns the job, or none does.
-    #[error("the claim is lost")]
+    /// This worker's claim on the job is lost: another attempt has the job, or the job has ended.
+    #[error("the worker has lost its claim on the job")]
     LeaseLost,
     /// The worker token is wrong.
     #[error("the server rejects the worker token; set RLOOD_WORKER_TOKEN to the server's token")]
     Unauthorized,
-    /// The server's disk is full, or a limit of the server is reached.
+    /// The server's disk is full, or a storage limit of the server is reached.
     #[error("the server's storage is full: {detail}")]
     StorageFull {
         /// Detail of the error response.
         detail: String,
     },
-    /// A rejected call that a retry would not fix.
+    /// The server rejected the call, and a retry would not help.
     #[error("the server rejected the call ({status} {code}): {detail}")]
     Refused {
         /// HTTP status code of the response.
@@ -33,19 +33,19 @@ pub enum ClientError {
     /// The server is overloaded or failing.
     #[error("the server answered {0}")]
     Unavailable(u16),
-    /// There was no answer.
+    /// The server did not answer.
     #[error("the server cannot be reached")]
     Unreachable(#[source] reqwest::Error),
-    /// The answer was interrupted.
+    /// The server's answer was interrupted.
     #[error("the server's answer was interrupted")]
     Interrupted(#[source] reqwest::Error),
-    /// No byte was transferred for too long.
+    /// During a transfer, no byte arrived for too long.
     #[error("no byte was transferred for {} s", .limit.as_secs())]
     Stalled {
-        /// Time without a byte.
+        /// Time without a byte, after which the transfer was given up.
         limit: Duration,
     },
-    /// The answer does not follow the protocol.
+    /// The server's answer does not follow the worker protocol.
     #[error("cannot parse the server's answer; check that worker and server have the same version")]
     Protocol(#[source] serde_json::Error),
     /// Worker and server have different protocol versions.
@@ -54,13 +54,13 @@ pub enum ClientError {
     /// The claimed job uses features that this version does not know.
     #[error("cannot parse the job; update this worker to the server's version")]
     Claim {
-        /// The claim, if its job and attempt can be parsed.
+        /// Job and attempt, if they can be parsed, so that the job can be returned to the queue.
         claim_ref: Option<Box<ClaimRef>>,
-        /// The part that cannot be parsed.
+        /// Error about the part of the job that cannot be parsed.
         #[source]
         source: ClaimError,
     },
-    /// A file operation on the local disk failed.
+    /// A file operation on the worker's disk failed.
     #[error("cannot {doing}")]
     Disk {
         /// Name of the operation that failed.
@@ -72,13 +72,13 @@ pub enum ClientError {
     /// The hash of a downloaded file is wrong.
     #[error("{name} is corrupted after download: its sha256 differs")]
     Damaged {
-        /// Name of the file.
+        /// Name of the damaged file.
         name: String,
     },
 }
 
 impl ClientError {
-    /// Returns whether a retry may succeed.
+    /// Returns whether a retry of the call may succeed.
     pub(super) fn is_transient(&self) -> bool {
         match self {
             ClientError::Unavailable(_)

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-/// Returns the current time, plus the time that the test added.
+/// Returns the current time, plus the time by which a test has advanced the clock.
 pub(super) fn now() -> Instant {
     #[cfg(test)]
     return Instant::now() + AHEAD.get();

@@ -1,4 +1,5 @@
-//! Delivers events to the server: in order, in batches, each batch until it is stored.
+//! Sends the events and log lines of a job to the server: in order, in batches, each batch repeatedly until the
+//! server has stored it.
 
 use std::time::Duration;
 
@@ -13,9 +14,9 @@ use crate::protocol::EventBatch;
 
 /// How long an event may wait for other events to share its batch.
 const BATCH_DELAY: Duration = Duration::from_millis(250);
-/// Maximum number of events and log lines in a batch.
+/// Maximum number of events and log lines in one request to the server.
 const MAX_EVENTS: usize = 1000;
-/// Approximate maximum size of a batch in bytes.
+/// Approximate maximum size in bytes of the events in one request to the server.
 const MAX_BYTES: usize = 1024 * 1024;
 
 enum Message {
@@ -24,24 +25,24 @@ enum Message {
     Flush(oneshot::Sender<()>),
 }
 
-/// Sender of events. Cheap to clone.
+/// Queue of events for the server. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Events(mpsc::UnboundedSender<Message>);
 
-/// The events cannot be delivered, because the claim is lost or the server rejects them.
+/// Error: events can no longer be sent, because the claim on the job is lost or the server rejects them.
 #[derive(Debug, thiserror::Error)]
 #[error("events can no longer be delivered")]
 pub(super) struct Undelivered;
 
 impl Events {
-    /// Starts the delivery for one attempt. The task ends when every `Events` is dropped and everything is sent, or with the
-    /// error that prevents delivery. A lost claim and a long outage also raise the stop.
+    /// Starts the task that sends the events of one attempt. The task ends when every `Events` is dropped and all events are sent,
+    /// or with the error that prevents sending. A lost claim and a long outage of the server also stop the attempt.
     pub(super) fn start(client: Client, claim_ref: ClaimRef, stop: StopSignal) -> (Self, Delivery) {
         let (sender, receiver) = mpsc::unbounded_channel();
         (Self(sender), tokio::spawn(deliver(receiver, client, claim_ref, stop)))
     }
 
-    /// Sends an event. Samples are split into pieces of bounded size.
+    /// Queues an event for the server. An event with many samples is split into several of bounded size.
     pub(super) fn send(&self, event: Event) -> Result<(), Undelivered> {
         let Event::Samples { samples } = event else { return self.push(Message::Event(event)) };
         let mut piece = Vec::new();
@@ -57,15 +58,15 @@ impl Events {
         if piece.is_empty() { Ok(()) } else { self.push(Message::Event(Event::Samples { samples: piece })) }
     }
 
-    /// Adds a line to the job's log.
+    /// Queues a line for the job's log.
     pub(super) fn log(&self, line: impl Into<String>) {
         let line = line.into();
         tracing::info!("{line}");
-        // If the delivery has ended, the line is only in the worker's own log.
+        // If the task that sends events has ended, the line is only in the worker's own log.
         let _ = self.push(Message::Log(line));
     }
 
-    /// Waits until everything sent so far is stored.
+    /// Waits until the server has stored all events queued so far.
     pub(super) async fn flush(&self) -> Result<(), Undelivered> {
         let (sender, receiver) = oneshot::channel();
         self.push(Message::Flush(sender))?;
@@ -77,7 +78,7 @@ impl Events {
     }
 }
 
-/// The delivery task; returns the error that ended it.
+/// The task that sends events; returns the error that ended it.
 pub(super) type Delivery = tokio::task::JoinHandle<Result<(), ClientError>>;
 
 async fn deliver(
@@ -124,7 +125,8 @@ impl Content {
     }
 }
 
-/// Collects messages for up to [`BATCH_DELAY`] after the first one, or until the batch is full. A flush ends the collection.
+/// Collects events for one request, for up to [`BATCH_DELAY`] after the first one or until the batch is full. A call of
+/// `flush` ends the collection.
 async fn collect(receiver: &mut mpsc::UnboundedReceiver<Message>) -> Option<(Content, Vec<oneshot::Sender<()>>)> {
     let mut content = Content::default();
     let mut message = receiver.recv().await?;

@@ -1,4 +1,5 @@
-//! Converts errors to the failure that a user sees: its class, a stable code, a message without paths, and a suggestion.
+//! Converts errors of the worker to the job failure that a user sees: its class, a stable code, a message without
+//! paths, and a suggestion.
 
 use super::client::ClientError;
 use super::signals::Position;
@@ -23,7 +24,7 @@ pub(super) fn no_reward_client(detail: &str, position: Position) -> Failure {
     failure(FailureClass::Infra, "reward_client", format!("cannot call rewards: {detail}"), position, None)
 }
 
-/// Failure for an error of the engine. An error of the host contains its own failure.
+/// Failure for an error of the engine. Errors from rewards, events and checkpoints already contain their failure.
 pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
     let error = match error {
         EngineError::Host(failure) => return failure,
@@ -73,7 +74,7 @@ pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
         EngineError::Io { .. } => ("file_error", Some("see the worker's log; check its disk, then retry")),
     };
     let message = match &error {
-        // The error's own text contains a path of the worker.
+        // The engine's error message is not used, because it contains a path on the worker.
         EngineError::Io { source, .. } => format!("the worker cannot access one of its files: {source}"),
         EngineError::Alert { rule, step, message, .. } => {
             format!("alert {} at step {step} ended the job: {message}", rule.as_str())
@@ -83,7 +84,7 @@ pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
     failure(class, code, message, position, suggestion)
 }
 
-/// Failure for an error of the worker protocol.
+/// Failure for a call to the server that failed.
 pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
     let code = match error {
         ClientError::Disk { .. } => "scratch_error",

@@ -1,5 +1,5 @@
-//! Downloads the files of a checkpoint. A file with a wrong hash is reported to the server. If the file is damaged on the
-//! server's disk, the run resumes from an older checkpoint within the same attempt.
+//! Downloads the files of the checkpoint that a job resumes from. The server is asked to verify a file that arrives with a wrong
+//! hash. If the file is damaged on the server's disk, the job resumes from an older checkpoint within the same attempt.
 
 use std::path::{Path, PathBuf};
 
@@ -12,10 +12,10 @@ use crate::causes::with_causes;
 use crate::job::Failure;
 use crate::protocol::{DamagedFile, FileEntry, FileList, Inspection, ResumePoint, Verdict};
 
-/// Result of downloading one or more files.
+/// Result of downloading files of a checkpoint.
 enum Fetched<T> {
     Whole(T),
-    /// The file is damaged on the server's disk.
+    /// A file is damaged on the server's disk.
     Damaged {
         file: String,
         older: Option<ResumePoint>,
@@ -23,7 +23,8 @@ enum Fetched<T> {
 }
 
 impl Attempt {
-    /// Downloads the checkpoint to resume from. `resume` is set to the checkpoint that was downloaded.
+    /// Downloads the checkpoint to resume from. If it is damaged, `resume` is set to the older checkpoint
+    /// that was downloaded instead.
     pub(super) async fn fetch_checkpoint(
         &self,
         resume: &mut Option<ResumePoint>,
@@ -39,8 +40,8 @@ impl Attempt {
                 Fetched::Damaged { file, older } => {
                     let step = point.step;
                     self.events.log(format!("{file} of the checkpoint of step {step} is damaged on the server's disk"));
-                    // The files of the damaged checkpoint only use space; an error is ignored because the whole directory
-                    // is removed after the attempt.
+                    // The files of the damaged checkpoint are removed to free space. An error is ignored, because the whole scratch
+                    // directory is removed after the attempt.
                     let _ = tokio::fs::remove_dir_all(&dir).await;
                     *resume = older.filter(|older| older.step < step);
                     self.progress.reset_to(resume.as_ref().map_or(0, |older| older.step));
@@ -87,8 +88,8 @@ impl Attempt {
         Ok(Fetched::Whole(dir))
     }
 
-    /// Downloads one file with retries: for up to [`MAX_OUTAGE`] without an answer, and a few times if its hash is wrong although
-    /// the server finds the file intact.
+    /// Downloads one file of a checkpoint with retries: for up to [`MAX_OUTAGE`] without an answer from the server, and a few times
+    /// if the hash is wrong although the server finds the file intact.
     async fn fetch_file(
         &self,
         list: FileList,
@@ -110,8 +111,8 @@ impl Attempt {
                     damaged += 1;
                     true
                 }
-                // Either the server's disk or the network may have interrupted the transfer. Reading a large file is expensive
-                // for the server, so it is asked rarely.
+                // A bad disk of the server or the network may have interrupted the transfer. The server is asked to verify the file
+                // only after 2, 4, 8 … interruptions, because reading a large file is expensive.
                 error if is_interrupted(error) => {
                     interrupted += 1;
                     interrupted >= 2 && interrupted.is_power_of_two()
@@ -133,14 +134,15 @@ impl Attempt {
         }
     }
 
-    /// Asks the server to verify a file. Returns `None` if the file is intact, else the checkpoint to resume from instead.
+    /// Asks the server to verify a file of a checkpoint. Returns `None` if the file is intact, else the older
+    /// checkpoint to resume from.
     async fn verify_on_server(&self, report: &DamagedFile) -> Result<Option<Option<ResumePoint>>, ClientError> {
         loop {
             match with_retries(|| self.client.inspect(self.claim_ref, report), unless_disk_full).await {
                 Ok(Inspection { verdict: Verdict::Checking, .. }) => {}
                 Ok(Inspection { verdict: Verdict::Whole, .. }) => return Ok(None),
                 Ok(Inspection { verdict: Verdict::Damaged, resume }) => return Ok(Some(resume)),
-                // An older server does not have this call; it has compared the files before it handed out the claim.
+                // An older server does not have this call; it verified the checkpoint's files before it assigned the job.
                 Err(ClientError::Refused { status: 404 | 405, .. }) => return Ok(None),
                 Err(error) => return Err(error),
             }
@@ -148,7 +150,7 @@ impl Attempt {
     }
 }
 
-/// Returns whether a reachable server failed to send the whole file. A connection error counts as no answer.
+/// Returns whether a download failed although the server is reachable, so that the server's disk may be the cause.
 fn is_interrupted(error: &ClientError) -> bool {
     match error {
         ClientError::Interrupted(_) | ClientError::Unavailable(500) => true,

@@ -1,4 +1,4 @@
-//! The engine's host inside a worker: provides rewards, events and checkpoints over the worker protocol.
+//! The engine's host inside a worker: computes rewards for the engine, and sends its events and checkpoints to the server.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -22,10 +22,11 @@ use crate::protocol::Publish;
 use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
 use crate::sample::{RolloutId, SampledGroup};
 
-/// Maximum number of uploads of a checkpoint before the server's rejection is final.
+/// Maximum number of times that a checkpoint is uploaded if the server rejects it.
 const MAX_PUBLISH_ATTEMPTS: u32 = 5;
 
-/// Implements [`Host`] for one attempt. Its methods run on the engine's thread and block on the runtime's tasks.
+/// Implements [`Host`] (the engine's callbacks) for one attempt at a job. The methods run on the engine's thread and block until
+/// the async tasks have finished.
 pub(super) struct JobHost {
     pub(super) runtime: Handle,
     pub(super) client: Client,
@@ -34,20 +35,20 @@ pub(super) struct JobHost {
     pub(super) progress: Progress,
     pub(super) events: Events,
     pub(super) rewards: Arc<Rewards>,
-    /// Warnings that rewards send while they are computed.
+    /// Warnings that rewards send while a rollout is being scored.
     pub(super) notices: mpsc::UnboundedReceiver<Event>,
     pub(super) journal: Journal,
     pub(super) checkpoint_schedule: CheckpointSchedule,
-    /// Rewards of the evaluation, if it has its own.
+    /// Rewards of the evaluation, if the job has separate ones.
     pub(super) eval_rewards: Option<Arc<Rewards>>,
-    /// Scoring tasks that run while the engine does other work; they are cancelled when the host is dropped.
+    /// Tasks that compute rewards of a rollout while the engine does other work; cancelled when the host is dropped.
     pub(super) begun: HashMap<RolloutId, AbortOnDropHandle<Result<Scored, RewardFailure>>>,
-    /// Metrics of rewards until the end of their step: training, evaluation.
+    /// Reward metrics of the current step, for training and for evaluation, until the step's metrics are sent.
     pub(super) reward_metrics: [Metrics; 2],
 }
 
 impl JobHost {
-    /// Raises a stop and returns it.
+    /// Requests the stop of the attempt and returns it as the end of the run.
     fn stop_with(&self, stop: StopReason) -> RunEnd {
         self.stop.raise(stop.clone());
         RunEnd::Stopped(stop)
@@ -72,8 +73,8 @@ impl JobHost {
         self.events.send(event).map_err(|_| self.undelivered())
     }
 
-    /// Returns the end of the run after the delivery of events has failed. Without a stop, the attempt reads
-    /// the reason from the delivery.
+    /// Returns the end of the run after events could not be sent. If no stop was requested, the attempt takes the reason from the
+    /// result of the task that sends events.
     fn undelivered(&mut self) -> RunEnd {
         match self.stop.get() {
             Some(stop) if drops_work(&stop) => RunEnd::Stopped(stop),
@@ -89,7 +90,7 @@ impl JobHost {
         }
     }
 
-    /// Returns the end of the run after the journal has failed.
+    /// Returns the end of the run after the journal could not be written.
     fn unrecorded(&mut self) -> RunEnd {
         let journal = self.journal.clone();
         match (self.stop.get(), journal.failure()) {
@@ -103,7 +104,8 @@ impl JobHost {
         let mut tries = 1;
         loop {
             match self.publish_once(checkpoint).await {
-                // A server that restarted has removed the uploaded files.
+                // A server that was restarted has removed the uploaded files of unpublished checkpoints, so
+                // they are uploaded again.
                 Err(error @ ClientError::Refused { status: 422, .. }) if tries < MAX_PUBLISH_ATTEMPTS => {
                     tracing::warn!(
                         step = checkpoint.step,
@@ -146,7 +148,7 @@ impl Host for JobHost {
             let mut scoring = std::pin::pin!(async {
                 match begun {
                     None => rewards.score(&job, request.samples).await,
-                    // A panic of the task is passed on.
+                    // A panic of the task that computes the rewards continues on this thread.
                     Some(task) => task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())),
                 }
             });
@@ -157,7 +159,7 @@ impl Host for JobHost {
                     scored = &mut scoring => break Ok(scored),
                     Some(notice) = self.notices.recv() => {
                         self.log_warning(&notice);
-                        // If the event cannot be delivered, the resulting stop ends this loop.
+                        // If the warning cannot be sent, the attempt is stopped, which also ends this loop.
                         let _ = self.events.send(notice);
                     }
                 }
@@ -210,9 +212,13 @@ impl Host for JobHost {
             Event::AlertCleared { rule, raised_step, step } => {
                 self.events.log(format!("alert {} of step {raised_step} was cleared at step {step}", rule.as_str()));
             }
-            Event::TrainingPhase { change } => self.events.log(format!("training phase: {:?}", change.phase)),
+            Event::TrainingPhase { change } => {
+                self.events.log(format!("the training is now in the phase {:?}", change.phase))
+            }
             Event::Diverged { first_step, step } => {
-                self.events.log(format!("diverged: no update in steps {first_step} to {step} was usable"));
+                self.events.log(format!(
+                    "the training diverged: loss or gradients were not finite in steps {first_step} to {step}"
+                ));
             }
             Event::EarlyStopping { step, metric, evaluations, .. } => self.events.log(format!(
                 "early stopping after step {step}: {metric} had no new best for {evaluations} evaluations"
@@ -225,7 +231,7 @@ impl Host for JobHost {
         self.progress.enter(Phase::Checkpoint);
         let published = self.runtime.block_on(async {
             tokio::select! {
-                // The events of its steps are sent first, because events before a checkpoint are never sent again.
+                // The events of the steps before the checkpoint are sent first, because a resumed attempt does not send them again.
                 published = async {
                     match self.events.flush().await {
                         Ok(()) => Some(self.publish(checkpoint).await),
@@ -270,7 +276,7 @@ impl Host for JobHost {
 }
 
 impl JobHost {
-    /// Returns the context of a request and the rewards to call.
+    /// Returns the job and rollout of a scoring request, and the rewards that score it: those of the training or of the evaluation.
     fn scoring_context(&self, id: RolloutId) -> (JobContext, Arc<Rewards>) {
         let rewards = match id.phase {
             SamplePhase::Train => &self.rewards,
@@ -288,7 +294,7 @@ impl JobHost {
             self.events.log(failure.to_string());
             return explained.into();
         };
-        // The pause only contains a code, so a warning with the reason is sent before it.
+        // The job's pause contains only a code, so a warning with the full message is sent before it.
         let data = json!({ "suggestion": explained.suggestion, "step": step });
         let warning = Event::Warning { code: reason.to_owned(), message: explained.message, data };
         match self.event(warning) {
@@ -305,7 +311,7 @@ fn phase_index(phase: SamplePhase) -> usize {
     }
 }
 
-/// Formats the log line of a step: `step 12 reward 0.5000 kl 0.0031 …`, with the most important metrics.
+/// Formats the line of the job's log about a step: `step 12 reward 0.5000 kl 0.0031 …`, with the most important metrics.
 fn step_line(step: u64, kind: SamplePhase, metrics: &Metrics) -> String {
     let (word, prefix) = match kind {
         SamplePhase::Train => ("step", ""),

@@ -1,16 +1,16 @@
-//! The directories of an attempt's models on this machine.
+//! Where the models of a job are on this machine during an attempt.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::model_cache::Lease;
 
-/// The directory of a verified model.
+/// The directory of a model whose files were verified.
 #[derive(Debug)]
 pub(super) enum ModelLocation {
-    /// The server's own path, valid on this machine.
+    /// The model is at the server's path, which exists on this machine too.
     InPlace(PathBuf),
-    /// A copy in the cache. The lease prevents its removal.
+    /// A copy in the worker's model cache. The lease prevents its removal.
     Cached(Lease),
 }
 
@@ -23,7 +23,7 @@ impl ModelLocation {
     }
 }
 
-/// The models of one attempt.
+/// The models of one attempt at a job.
 #[derive(Debug)]
 pub(super) struct JobModels {
     base: ModelLocation,

@@ -1,5 +1,6 @@
-//! The worker's side of the journal: entries of previous attempts, and delivery of new entries to the server, where they are
-//! durable when the call returns. Entries that arrive during a call are sent together in the next one.
+//! The worker's side of the journal (the record of sampled completions and reward requests that lets an interrupted job resume
+//! exactly): reads the entries of previous attempts, and sends new entries to the server, which has stored them when the call
+//! returns. Entries that arrive during a call are sent together in the next one.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,15 +20,16 @@ use crate::protocol::{JournalBatch, JournalEntry, RewardAnswer};
 use crate::reward::journal::{JournalClosed, JournaledRequest};
 use crate::sample::{RolloutId, SampledGroup};
 
-/// Approximate maximum size of a call in bytes.
+/// Approximate maximum size in bytes of the entries in one call to the server.
 const MAX_BYTES: usize = 4 << 20;
-/// Size of the journal in bytes above which an additional checkpoint is written.
+/// Size of the journal in bytes above which an additional checkpoint is written, which makes the older entries obsolete.
 const CHECKPOINT_BYTES: u64 = 64 << 20;
 
-/// An entry (`None` waits for the entries before it) and the sender to notify when it is durable.
+/// A journal entry, and the sender to notify when the server has stored it. Without an entry (`None`), the notification is
+/// about the entries before.
 type Message = (Option<JournalEntry>, oneshot::Sender<()>);
 
-/// The journal of one attempt. Cheap to clone.
+/// The journal of one attempt at a job. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct Journal {
     sender: mpsc::UnboundedSender<Message>,
@@ -35,12 +37,12 @@ pub(super) struct Journal {
     /// Approximate bytes in the journal since the last checkpoint.
     retained: Arc<AtomicU64>,
     failed: Arc<OnceLock<ClientError>>,
-    /// Receives the callback results of services.
+    /// Receives the callback results of reward services.
     inbox: CallbackInbox,
     terms: Arc<Option<CallbackTerms>>,
 }
 
-/// Entries of previous attempts since the checkpoint that this attempt resumes from.
+/// Entries that previous attempts wrote after the checkpoint that this attempt resumes from.
 #[derive(Default)]
 struct PreviousEntries {
     rollouts: HashMap<RolloutId, Vec<SampledGroup>>,
@@ -48,8 +50,8 @@ struct PreviousEntries {
 }
 
 impl Journal {
-    /// Starts the delivery for one attempt. It ends when every `Journal` is dropped, or with an error, which
-    /// also raises the corresponding stop.
+    /// Starts the task that sends the journal entries of one attempt to the server. The task ends when every `Journal` is dropped,
+    /// or with an error, which also stops the attempt.
     pub(super) fn start(client: Client, claim_ref: ClaimRef, stop: StopSignal, terms: Option<CallbackTerms>) -> Self {
         let (sender, receiver) = mpsc::unbounded_channel();
         let failed = Arc::new(OnceLock::new());
@@ -58,7 +60,7 @@ impl Journal {
         Self { sender, known: Arc::default(), retained: Arc::default(), failed, inbox, terms: Arc::new(terms) }
     }
 
-    /// Reads the entries of previous attempts. Returns the number of rollouts and of answers.
+    /// Reads the journal entries of previous attempts. Returns the number of rollouts and of reward answers.
     pub(super) async fn read_previous(
         &self,
         client: &Client,
@@ -83,7 +85,7 @@ impl Journal {
                         answers += 1;
                         known.requests.insert(key, (rollout, JournaledRequest::Answered { id, answer }));
                     }
-                    // The server has already merged these entries into the others.
+                    // The server has already merged entries of these kinds into the entries of their requests.
                     JournalEntry::Accepted { .. } | JournalEntry::Forget { .. } => {}
                 }
             }
@@ -92,17 +94,18 @@ impl Journal {
         Ok((known.rollouts.len(), answers))
     }
 
-    /// Returns the completions that a previous attempt sampled. They are removed on return.
+    /// Takes the completions of a rollout that a previous attempt sampled out of the journal, so that they are not sampled again.
     pub(super) fn rollout(&self, id: RolloutId) -> Option<Vec<SampledGroup>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner).rollouts.remove(&id)
     }
 
-    /// Records completions without waiting. The requests for them are recorded after them, in order.
+    /// Records the sampled completions of a rollout without waiting. The reward requests for them are recorded later
+    /// in the same queue.
     pub(super) fn sampled(&self, rollout: RolloutId, groups: &[SampledGroup]) {
         drop(self.push(Some(JournalEntry::Rollout { rollout, groups: groups.to_vec() })));
     }
 
-    /// Removes the entries that a checkpoint of this step covers, as the server has done.
+    /// Removes the entries of steps before a checkpoint, which a resumed attempt does not need. The server has done the same.
     pub(super) fn drop_covered(&self, step: u64) {
         let open = |id: &RolloutId| id.step > step || (id.step == step && id.phase == SamplePhase::Eval);
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
@@ -116,12 +119,12 @@ impl Journal {
         self.retained.load(Ordering::Relaxed) >= CHECKPOINT_BYTES
     }
 
-    /// Returns the error that ended the journal.
+    /// Returns the error because of which the journal accepts no more entries.
     pub(super) fn failure(&self) -> Option<&ClientError> {
         self.failed.get()
     }
 
-    /// Waits until everything so far is durable, or the journal has failed.
+    /// Waits until the server has stored all entries so far, or the journal has failed.
     pub(super) async fn flush(&self) {
         let _ = self.push(None).await;
     }
@@ -129,7 +132,7 @@ impl Journal {
     fn push(&self, entry: Option<JournalEntry>) -> oneshot::Receiver<()> {
         self.retained.fetch_add(entry.as_ref().map_or(0, retained_bytes), Ordering::Relaxed);
         let (done, receiver) = oneshot::channel();
-        // If the journal has ended, `done` is dropped, which notifies the receiver.
+        // If the task that sends entries has ended, `send` drops `done`, which notifies the receiver.
         let _ = self.sender.send((entry, done));
         receiver
     }
@@ -192,18 +195,18 @@ async fn deliver(
                 }
                 _ => {}
             }
-            // The error is stored before `done` is dropped, so that waiting callers can read it.
+            // The error is stored before the senders in `done` are dropped, so that the callers that wait for them can read it.
             let _ = failed.set(error);
             return;
         }
         for waiting in done {
-            // The caller may have stopped waiting.
+            // The caller that appended the entry may have stopped waiting.
             let _ = waiting.send(());
         }
     }
 }
 
-/// Estimates the size of an entry's JSON in bytes.
+/// Estimates the size of a journal entry's JSON in bytes.
 fn sent_bytes(entry: &JournalEntry) -> usize {
     match entry {
         JournalEntry::Request { body, .. } => 512 + body.len(),
@@ -211,7 +214,8 @@ fn sent_bytes(entry: &JournalEntry) -> usize {
     }
 }
 
-/// Estimates the bytes of an entry that remain until the next checkpoint. The body of a request is removed when it is answered.
+/// Estimates how many bytes of a journal entry the server keeps until the next checkpoint. The server removes a request's body when
+/// the request is answered.
 fn retained_bytes(entry: &JournalEntry) -> u64 {
     let bytes = match entry {
         JournalEntry::Rollout { groups, .. } => {

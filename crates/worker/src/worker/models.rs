@@ -1,5 +1,5 @@
-//! Finds a job's models on this machine: at the server's paths if the bytes are the same, else in the
-//! cache, downloading them if needed.
+//! Finds a job's models on this machine: at the server's paths if the files there are identical, else in the worker's model cache,
+//! into which missing models are downloaded.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,9 +19,9 @@ use crate::modelcard::{self, ModelCardError};
 use crate::protocol::{Claim, FileEntry, ModelFiles, check_file_name};
 use crate::size::format_size;
 
-/// Interval between two log lines about the progress of a download.
+/// Interval between two log lines about the progress of a model's download.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
-/// How often the cache is polled while another worker downloads the model.
+/// Interval at which a worker checks whether another worker has finished downloading the model.
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 /// A model that a job requires.
@@ -29,7 +29,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(300);
 struct ModelRef<'a> {
     id: &'a str,
     sha256: &'a str,
-    /// Path of the model on the server.
+    /// Path of the model on the server's machine.
     path: &'a Path,
 }
 
@@ -46,7 +46,7 @@ impl Attempt {
             }
             elsewhere => match self.fetch_model(worker, base).await? {
                 Some(lease) => ModelLocation::Cached(lease),
-                // An older server does not have this call.
+                // An older server cannot send models to workers.
                 None => {
                     return Err(match elsewhere {
                         Ok(_) => failure::model_changed(self.progress.get()),
@@ -59,7 +59,7 @@ impl Attempt {
         for (id, path) in &claim.reward_models {
             let Some(sha256) = plan.reward_models.get(id) else { continue };
             let model = ModelRef { id, sha256, path: Path::new(path) };
-            // A reward model that is not available is reported with the name of its reward, when the reward is prepared.
+            // A missing reward model is no error here: it is reported with the name of its reward when the reward is prepared.
             let location = match is_in_place(model).await {
                 Ok(true) => Some(ModelLocation::InPlace(model.path.to_owned())),
                 _ if worker.cache.is_none() => None,
@@ -70,8 +70,8 @@ impl Attempt {
         Ok(JobModels::new(base, rewards))
     }
 
-    /// Downloads a model into the cache of this machine, or waits for another worker that does. Returns `None` if the server is
-    /// too old for this call.
+    /// Downloads a model into the cache of this machine, or waits for another worker that downloads it. Returns `None` if the
+    /// server is too old to send models.
     async fn fetch_model(&self, worker: &Worker, model: ModelRef<'_>) -> Result<Option<Lease>, Failure> {
         let Some(cache) = worker.cache.clone() else { return Ok(None) };
         self.progress.set_fetching_model(true);
@@ -102,7 +102,7 @@ impl Attempt {
                     let (at, key) = (cache.clone(), model.sha256.to_owned());
                     let removed = blocking(move || at.remove(&key)).await.map_err(|error| cache_full(error.into()))?;
                     if !removed {
-                        // Another worker uses the model.
+                        // Another worker uses the damaged copy of the model, so it cannot be removed yet.
                         tokio::time::sleep(MAX_DELAY).await;
                     }
                 }
@@ -147,15 +147,15 @@ impl Attempt {
         published.await.map(Some).map_err(|error| failure::model_cache_full(model.id, &error.into(), position()))
     }
 
-    /// Lists the server's files of the model, and checks that their fingerprint is the plan's.
+    /// Gets the list of a model's files from the server, and checks that their fingerprint is the one in the job's plan.
     async fn list_files(&self, model: ModelRef<'_>) -> Result<Option<Vec<FileEntry>>, Failure> {
         let position = || self.progress.get();
         let files = loop {
             match with_retries(|| self.client.model_files(self.claim_ref, model.id), ClientError::is_transient).await {
                 Ok(ModelFiles { files: Some(files) }) => break files,
-                // The server is still hashing the files.
+                // The server is still hashing the model's files.
                 Ok(ModelFiles { files: None }) => {}
-                // An older server does not have this route; a current one does not have the model.
+                // Status 404 means that an older server cannot send models, or that a current server does not have this one.
                 Err(ClientError::Refused { status: 404 | 405, .. }) => return Ok(None),
                 Err(ClientError::Refused { status: 422, detail, .. }) => {
                     return Err(failure::model_not_sent(model.id, &detail, position()));
@@ -199,7 +199,8 @@ impl Attempt {
         Ok(())
     }
 
-    /// Downloads one file with retries: for up to [`MAX_OUTAGE`] without a new byte, and a few times if its hash is wrong.
+    /// Downloads one file of a model with retries: for up to [`MAX_OUTAGE`] without a new byte, and a few times if
+    /// the hash is wrong.
     async fn fetch_file_of_model(
         &self,
         model: &str,
@@ -225,7 +226,7 @@ impl Attempt {
             } else if !error.is_transient() {
                 return Err(error);
             }
-            // A transfer that makes progress is not an outage, even if it is interrupted often.
+            // A transfer that makes progress does not count as an outage of the server, even if it is interrupted often.
             if received.load(Ordering::Relaxed) > before {
                 (failing_since, delay) = (None, FIRST_DELAY);
             }
@@ -238,7 +239,7 @@ impl Attempt {
         }
     }
 
-    /// Writes the progress of a download to the job's log until the future is dropped.
+    /// Writes the progress of a model's download to the job's log until the future is dropped.
     async fn report_progress(&self, model: &str, size_bytes: u64, received: &AtomicU64) {
         let size = format_size(size_bytes);
         let mut before = None;
@@ -255,7 +256,7 @@ impl Attempt {
     }
 }
 
-/// Returns whether the directory contains the model, byte for byte.
+/// Returns whether the directory at the server's path contains the same model, byte for byte.
 async fn is_in_place(model: ModelRef<'_>) -> Result<bool, ModelCardError> {
     let (dir, sha256) = (model.path.to_owned(), model.sha256.to_owned());
     let read = tokio::task::spawn_blocking(move || {
@@ -267,7 +268,7 @@ async fn is_in_place(model: ModelRef<'_>) -> Result<bool, ModelCardError> {
     read.await.unwrap_or_else(panicked)
 }
 
-/// Returns the bytes of these files that an earlier attempt downloaded.
+/// Returns how many bytes of a model's files an earlier download has left in the cache.
 async fn existing_bytes(files: &[FileEntry], part: &Path) -> u64 {
     let mut cached = 0;
     for file in files {
@@ -277,7 +278,7 @@ async fn existing_bytes(files: &[FileEntry], part: &Path) -> u64 {
     cached
 }
 
-/// Returns whether a file is complete from an earlier attempt.
+/// Returns whether an earlier download has left a complete and correct copy of a model's file.
 async fn is_complete(file: &FileEntry, to: &Path) -> bool {
     let size_bytes = tokio::fs::metadata(to).await.map_or(0, |metadata| metadata.len());
     if size_bytes < file.size_bytes {
@@ -288,7 +289,7 @@ async fn is_complete(file: &FileEntry, to: &Path) -> bool {
     if hashed.is_ok_and(|(_, sha256)| sha256 == file.sha256) {
         return true;
     }
-    // If the file cannot be removed, the transfer overwrites it.
+    // The wrong file is removed; if that fails, the transfer overwrites it.
     let _ = tokio::fs::remove_file(to).await;
     false
 }

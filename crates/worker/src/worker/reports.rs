@@ -11,10 +11,10 @@ use crate::causes::with_causes;
 use crate::protocol::{RewardReport, RewardReports};
 use crate::reward::Rewards;
 
-/// Interval between two reports, if there is anything new.
+/// Interval between two health reports to the server, if the rewards' state has changed.
 const REPORT_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Periodic reports of one attempt.
+/// Sends the health reports of the rewards of one attempt.
 pub(super) struct Reports {
     sender: Arc<ReportSender>,
     _task: AbortOnDropHandle<()>,
@@ -24,12 +24,12 @@ struct ReportSender {
     client: Client,
     claim_ref: ClaimRef,
     rewards: Vec<Arc<Rewards>>,
-    /// The reports that the server has.
+    /// The reports that were last sent to the server; unchanged ones are not sent again.
     last_sent: Mutex<Vec<RewardReport>>,
 }
 
 impl Reports {
-    /// Starts the reports, which are sent until the returned value is dropped.
+    /// Starts sending health reports periodically, until the returned value is dropped.
     pub(super) fn start(
         client: Client,
         claim_ref: ClaimRef,
@@ -43,7 +43,7 @@ impl Reports {
             async move {
                 loop {
                     tokio::time::sleep(REPORT_INTERVAL).await;
-                    // A report that fails is included in the next one.
+                    // If a report cannot be sent, the next one contains its content.
                     if let Err(error) = sender.send().await {
                         tracing::debug!(error = with_causes(&error), "sending the rewards' reports failed");
                     }

@@ -1,4 +1,4 @@
-//! Signals between the tasks of one attempt: the reason to stop, and the progress of the run.
+//! Signals between the tasks of one attempt at a job: the reason to stop the attempt, and its progress.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::job::Requested;
 /// A server that answered a heartbeat within this time counts as reachable.
 const REACHABLE_WITHIN: Duration = Duration::from_secs(60);
 
-/// The reason to stop, once there is one. Cheap to clone.
+/// The reason to stop the attempt (cancel, pause, shutdown, lost claim), once there is one. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct StopSignal(watch::Sender<Option<StopReason>>);
 
@@ -21,7 +21,7 @@ impl StopSignal {
         Self(watch::Sender::new(None))
     }
 
-    /// Requests a stop. A weaker reason does not replace a stronger one.
+    /// Requests the stop of the attempt. A weaker reason, such as a pause, does not replace a stronger one, such as a cancel.
     pub(super) fn raise(&self, stop: StopReason) {
         self.0.send_if_modified(|current| {
             let stronger = current.as_ref().is_none_or(|current| strength(&stop) > strength(current));
@@ -32,7 +32,7 @@ impl StopSignal {
         });
     }
 
-    /// Requests the stop that a user asked for, as received with a heartbeat.
+    /// Requests the stop of the attempt that a user asked for; the server passes it on in its answer to a heartbeat.
     pub(super) fn request(&self, requested: Requested) {
         self.raise(match requested {
             Requested::Cancel => StopReason::Cancel,
@@ -44,13 +44,13 @@ impl StopSignal {
         self.0.borrow().clone()
     }
 
-    /// Waits for a reason that satisfies `matters`.
+    /// Waits until a stop is requested for a reason that satisfies `matters`.
     pub(super) async fn wait_for(&self, matters: impl Fn(&StopReason) -> bool) -> StopReason {
         let mut receiver = self.0.subscribe();
         let found = receiver.wait_for(|stop| stop.as_ref().is_some_and(&matters)).await;
         match found.ok().and_then(|stop| stop.clone()) {
             Some(stop) => stop,
-            // The sender is part of `self`, so the channel cannot be closed.
+            // The sender of the channel is part of `self`, so the channel cannot be closed.
             None => std::future::pending().await,
         }
     }
@@ -65,7 +65,7 @@ fn strength(stop: &StopReason) -> u8 {
     }
 }
 
-/// Returns whether a reason discards unsaved work.
+/// Returns whether a stop for this reason discards the work since the last checkpoint.
 pub(super) fn drops_work(stop: &StopReason) -> bool {
     match stop {
         StopReason::Cancel | StopReason::LeaseLost => true,
@@ -73,11 +73,11 @@ pub(super) fn drops_work(stop: &StopReason) -> bool {
     }
 }
 
-/// Progress of the run, for heartbeats and failures. Cheap to clone.
+/// Progress of the training, for heartbeats and failure reports. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Progress(Arc<Mutex<Position>>);
 
-/// A point in the run.
+/// A point in the training: phase and step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Position {
     /// Phase of the training loop.
@@ -86,16 +86,16 @@ pub(super) struct Position {
     pub(super) step: u64,
     /// Total number of optimizer steps.
     total: u64,
-    /// First step that this attempt completed, and the time of its completion.
+    /// First optimizer step that this attempt completed, and the time of its completion.
     since: Option<(u64, Instant)>,
     /// Time of the server's last answer to a heartbeat.
     last_answer: Option<Instant>,
-    /// Whether a model is being downloaded.
+    /// Whether the worker is downloading a model.
     pub(super) is_fetching_model: bool,
 }
 
 impl Progress {
-    /// Creates the progress of a run that is loading and will resume after `step`.
+    /// Creates the progress of an attempt that is loading its inputs and will resume after `step`.
     pub(super) fn new(step: u64, total: u64) -> Self {
         Self(Arc::new(Mutex::new(Position {
             phase: Phase::Loading,
@@ -115,17 +115,17 @@ impl Progress {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).phase = phase;
     }
 
-    /// Sets whether a model is being downloaded.
+    /// Sets whether the worker is downloading a model.
     pub(super) fn set_fetching_model(&self, is_fetching: bool) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_fetching_model = is_fetching;
     }
 
-    /// Sets the step of an older checkpoint that the run resumes from.
+    /// Resets the progress to the step of an older checkpoint, from which the attempt resumes.
     pub(super) fn reset_to(&self, step: u64) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).step = step;
     }
 
-    /// Records an answer to a heartbeat.
+    /// Records that the server has answered a heartbeat.
     pub(super) fn record_answer(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).last_answer = Some(Instant::now());
     }
@@ -135,7 +135,7 @@ impl Progress {
         self.get().last_answer.is_some_and(|last_answer| last_answer.elapsed() < REACHABLE_WITHIN)
     }
 
-    /// Records a completed step.
+    /// Records a completed optimizer step.
     pub(super) fn complete_step(&self, step: u64) {
         let mut position = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         position.step = step;
@@ -144,7 +144,7 @@ impl Progress {
 }
 
 impl Position {
-    /// Returns the estimated remaining seconds at the pace of this attempt; `None` before its second step.
+    /// Returns the estimated remaining seconds of the training at the pace of this attempt; `None` before its second step.
     pub(super) fn eta_s(&self) -> Option<f64> {
         let (first, at) = self.since?;
         let done = self.step.checked_sub(first).filter(|done| *done > 0)?;

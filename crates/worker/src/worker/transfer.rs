@@ -1,4 +1,4 @@
-//! Transfers between worker and server, and the rules for when a transfer of any size and speed has failed.
+//! File transfers between worker and server, and the rules for when a transfer of any size and speed has failed.
 //!
 //! A transfer fails when no byte was transferred for a given time; there is no limit on its total time. reqwest's own limits
 //! cannot express this. Its `read_timeout` starts when a request is sent and is not extended by bytes of the request's body,
@@ -31,22 +31,23 @@ use crate::protocol::TRANSFER_STALL;
 
 /// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Bytes read from a file at a time.
+/// Number of bytes that an upload reads from a file at a time.
 const READ_BYTES: usize = 256 * 1024;
-/// Bytes written to a file at a time.
+/// Number of bytes that a download writes to a file at a time.
 const WRITE_BYTES: usize = 1024 * 1024;
-/// Size in bytes of the pieces that the HTTP client gets. The client requests more only after several pieces were sent, so
-/// small pieces show progress early.
+/// Size in bytes of the pieces in which an upload passes its body to the HTTP client. The client asks for more only after it has
+/// sent several pieces, so small pieces show progress early.
 const PIECE_BYTES: usize = 4 * 1024;
 
 /// Limits after which a transfer has failed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TransferLimits {
-    /// Maximum time without a byte, in either direction.
+    /// Maximum time in which no byte is transferred, in either direction.
     pub(super) stall: Duration,
-    /// Maximum wait for an answer after the last byte of the request, for the server's own work …
+    /// Fixed part of the maximum wait for an answer after the last byte of the request; `answer_bytes_per_s` adds
+    /// time for large bodies.
     pub(super) answer_base: Duration,
-    /// … plus the time at this rate, for the server to write, read and hash the bytes.
+    /// Slowest rate at which the server may write, read and hash the bytes of a request before it answers.
     pub(super) answer_bytes_per_s: u64,
 }
 
@@ -57,14 +58,14 @@ impl Default for TransferLimits {
 }
 
 impl TransferLimits {
-    /// Returns the maximum wait for the answer to a request about this many bytes.
+    /// Returns the maximum wait for the answer to a request that makes the server process this many bytes.
     pub(super) fn answer(&self, size_bytes: u64) -> Duration {
         let work = Duration::try_from_secs_f64(size_bytes as f64 / self.answer_bytes_per_s as f64);
         self.answer_base.saturating_add(work.unwrap_or(Duration::MAX))
     }
 }
 
-/// Returns a client builder without limits on transfers.
+/// Returns a builder of HTTP clients without reqwest's own time limits on transfers.
 pub(super) fn http_client() -> ClientBuilder {
     let builder = reqwest::Client::builder().connect_timeout(CONNECT_TIMEOUT);
     #[cfg(target_os = "linux")]
@@ -72,14 +73,14 @@ pub(super) fn http_client() -> ClientBuilder {
     builder.tls_backend_preconfigured(crate::reward::http_client::tls_config())
 }
 
-/// Progress of an upload.
+/// Progress of an upload: pieces that the socket has accepted.
 #[derive(Debug)]
 struct Flow {
     last: Instant,
     taken_bytes: u64,
 }
 
-/// Sends a request with a body, and waits for the head of the answer as long as there is progress. `received` changes when the
+/// Sends a request with a large body, and waits for the response headers as long as there is progress. `received` changes when the
 /// server has received more bytes.
 pub(super) async fn send_body<S>(
     request: RequestBuilder,
@@ -123,7 +124,7 @@ fn locked(flow: &Mutex<Flow>) -> MutexGuard<'_, Flow> {
     flow.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sends a request with a small or no body. `limit` applies to the head of the answer.
+/// Sends a request with a small or no body. `limit` is the time until the response headers.
 pub(super) async fn send_within(limit: Duration, request: RequestBuilder) -> Result<Response, ClientError> {
     match timeout(limit, request.send()).await {
         Ok(answer) => answer.map_err(ClientError::Unreachable),
@@ -131,7 +132,7 @@ pub(super) async fn send_within(limit: Duration, request: RequestBuilder) -> Res
     }
 }
 
-/// Returns a file as the body of a request.
+/// Returns the content of a file as the body of an upload.
 pub(super) async fn file_body(
     path: &Path,
     size_bytes: u64,
@@ -145,7 +146,7 @@ pub(super) async fn file_body(
     Ok((size_bytes, pieces))
 }
 
-/// Returns bytes as the body of a request.
+/// Returns bytes from memory as the body of an upload.
 pub(super) fn bytes_body(bytes: Vec<u8>) -> (u64, impl Stream<Item = std::io::Result<Bytes>> + use<>) {
     (bytes.len() as u64, split(bytes.into()))
 }
@@ -157,7 +158,7 @@ fn split(mut bytes: Bytes) -> impl Stream<Item = std::io::Result<Bytes>> + use<>
     }))
 }
 
-/// Returns the next piece of an answer's body.
+/// Reads the next piece of a response body.
 async fn next_piece(response: &mut Response, stall: Duration) -> Result<Option<Bytes>, ClientError> {
     match timeout(stall, response.chunk()).await {
         Ok(piece) => piece.map_err(ClientError::Interrupted),
@@ -165,7 +166,7 @@ async fn next_piece(response: &mut Response, stall: Duration) -> Result<Option<B
     }
 }
 
-/// Reads the whole body of an answer.
+/// Reads a whole response body.
 pub(super) async fn read_body(mut response: Response, stall: Duration) -> Result<Vec<u8>, ClientError> {
     let mut body = Vec::new();
     while let Some(piece) = next_piece(&mut response, stall).await? {
@@ -180,24 +181,24 @@ pub(super) struct Download<'a> {
     pub(super) name: &'a str,
     pub(super) sha256: &'a str,
     pub(super) to: &'a Path,
-    /// Counter of received bytes.
+    /// Counter of the downloaded bytes, for progress reports.
     pub(super) received: Option<&'a AtomicU64>,
 }
 
 impl Download<'_> {
-    /// Returns the number of bytes that an earlier transfer left at the target.
+    /// Returns the number of bytes that an earlier download left at the target path.
     pub(super) async fn bytes_here(&self) -> u64 {
         tokio::fs::metadata(self.to).await.map_or(0, |metadata| metadata.len())
     }
 
-    /// Removes the file at the target.
+    /// Removes the partly downloaded file at the target path.
     pub(super) async fn start_over(&self) {
-        // A file that cannot be removed is overwritten or reported by the next transfer.
+        // If the file cannot be removed, the next download overwrites it or fails with an error.
         let _ = tokio::fs::remove_file(self.to).await;
     }
 
-    /// Writes the body of an answer to the file, after the existing bytes if the answer is the rest of the file, and compares
-    /// the hash. Bytes that arrived before an interruption are kept.
+    /// Writes a response body to the target file, after the existing bytes if the server sent only the rest of the file, and
+    /// compares the hash. Bytes that arrived before an interruption are kept.
     pub(super) async fn read(&self, mut response: Response, stall: Duration) -> Result<(), ClientError> {
         let disk = |source| ClientError::Disk { doing: "write to the scratch directory", source };
         let mut hash = Sha256::new();

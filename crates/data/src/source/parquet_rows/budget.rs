@@ -1,20 +1,21 @@
-//! Accounts for the memory of a row group's columns: pages, dictionaries, and rows read ahead.
+//! Counts the memory of a parquet row group's columns (pages, dictionaries, and rows read ahead) and rejects files
+//! that need too much.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use parquet::errors::ParquetError;
 
-/// Maximum size of a page or dictionary, packed or unpacked, in bytes.
+/// Maximum size in bytes of a parquet page or dictionary, packed or unpacked.
 pub const MAX_PAGE_BYTES: u64 = 64 << 20;
-/// Maximum memory of all columns together, with the copies of a row, in bytes. For a remote file, the fetched
-/// bytes come on top.
+/// Maximum memory in bytes of all columns together, including the copies of a row. The fetched bytes of a remote
+/// file are not included.
 pub const MAX_HELD_BYTES: u64 = 224 << 20;
-/// Copies of a row outside its pages: one as JSON, one for the templates.
+/// Number of copies of a row in memory besides its pages: one as JSON, one for the templates.
 const ROW_COPIES: u64 = 2;
-/// Memory for the readers and decoders of a column, in bytes.
+/// Memory in bytes for the readers and decoders of a column.
 const COLUMN_BYTES: u64 = 4 << 10;
 
-/// The reason why a page is not read; the crate's error type carries it.
+/// The reason why a page would need too much memory; passed through the error type of the crate `parquet`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TooLarge {
     /// A single page is too large.
@@ -28,7 +29,7 @@ pub enum TooLarge {
 }
 
 impl TooLarge {
-    /// Extracts this reason from the crate's error, if present.
+    /// Returns the reason that an error of the crate `parquet` contains, if there is one.
     pub fn of(error: &ParquetError) -> Option<&TooLarge> {
         match error {
             ParquetError::External(error) => error.downcast_ref(),
@@ -43,18 +44,18 @@ impl From<TooLarge> for ParquetError {
     }
 }
 
-/// The memory that one column holds.
+/// The memory that one column uses.
 #[derive(Debug, Default, Clone, Copy)]
 struct Column {
     dictionary: u64,
-    /// Bytes of the pages that hold the rows read ahead.
+    /// Bytes of the pages that contain the rows read ahead.
     pages: u64,
     /// Bytes of the last of these pages, in which the next batch begins.
     last: u64,
     /// Bytes of the longest value in these pages, and in the last of them.
     longest: u64,
     last_longest: u64,
-    /// The batch in which the column's last page was read.
+    /// Number of the batch of rows in which the column's last page was read.
     batch: u64,
 }
 
@@ -65,7 +66,7 @@ impl Column {
         if bytes == 0 { 0 } else { bytes.saturating_add(copies).saturating_add(COLUMN_BYTES) }
     }
 
-    /// Keeps only the last page: it alone holds the rows read ahead.
+    /// Counts only the last page from now on: it alone contains the rows read ahead.
     fn forget(&mut self) {
         (self.pages, self.longest) = (self.last, self.last_longest);
     }
@@ -75,7 +76,7 @@ impl Column {
 struct State {
     columns: Vec<Column>,
     batch: u64,
-    /// The bytes held by the metadata and all columns.
+    /// Returns the bytes that the file's metadata and all columns use.
     held: u64,
 }
 
@@ -86,7 +87,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Creates a budget of which `held` bytes are already used by the file's metadata.
+    /// Creates a memory budget of which the file's metadata already uses `held` bytes.
     pub fn new(columns: usize, held: u64) -> Budget {
         Budget { state: Mutex::new(State { columns: vec![Column::default(); columns], batch: 0, held }) }
     }
@@ -95,12 +96,12 @@ impl Budget {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Call before the row that makes every column read a batch of rows.
+    /// Notes that reading the next row makes every column read a batch of rows.
     pub fn begin_batch(&self) {
         self.state().batch += 1;
     }
 
-    /// Call after that row: columns that needed no further page for the batch keep only their last one.
+    /// Notes that the batch was read: columns that needed no further page for the batch keep only their last page.
     pub fn end_batch(&self) {
         let State { columns, batch, held } = &mut *self.state();
         for column in columns.iter_mut().filter(|column| column.batch != *batch) {
@@ -122,7 +123,7 @@ impl Budget {
         })
     }
 
-    /// Counts the memory that the page just read needs beyond its bytes, and its longest value.
+    /// Counts the memory that the last page read needs in addition to its bytes, and its longest value.
     pub fn grow(&self, at: usize, name: &str, bytes: u64, longest: u64) -> Result<(), TooLarge> {
         self.change(at, name, 0, |column, _| {
             column.pages = column.pages.saturating_add(bytes);
@@ -174,7 +175,7 @@ mod tests {
         let budget = Budget::new(2, 0);
         for _ in 0..5 {
             budget.begin_batch();
-            // The batch begins in the previous page.
+            // Every batch begins in the column's previous page, so two pages are kept.
             assert!(page(&budget, 0, 90));
             budget.end_batch();
         }

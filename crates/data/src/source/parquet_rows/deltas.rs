@@ -1,16 +1,16 @@
-//! Checks the counts in delta-encoded texts: the crate allocates as many lengths as the page claims
-//! before it reads one.
+//! Checks the numbers of values in parquet pages with delta-encoded texts: the crate `parquet` allocates memory for as many text
+//! lengths as the page claims before it reads one.
 
 use parquet::basic::Encoding;
 use parquet::column::page::Page;
 use parquet::errors::ParquetError;
 
-/// Rejects a page that has more texts than its header says. `max_levels` are the maximum
+/// Rejects a parquet page that has more texts than its header says. `max_levels` are the column's maximum
 /// repetition and definition levels.
 pub fn check_counts(page: &Page, max_levels: (i16, i16)) -> Result<(), ParquetError> {
     let streams = match page.encoding() {
         Encoding::DELTA_LENGTH_BYTE_ARRAY => 1,
-        // Two streams: the prefixes' lengths and the suffixes' lengths.
+        // The encoding DELTA_BYTE_ARRAY has two streams of numbers: the lengths of the prefixes and of the suffixes.
         Encoding::DELTA_BYTE_ARRAY => 2,
         _ => return Ok(()),
     };
@@ -22,7 +22,7 @@ pub fn check_counts(page: &Page, max_levels: (i16, i16)) -> Result<(), ParquetEr
     Ok(())
 }
 
-/// Returns the bytes of a page after its levels.
+/// Returns the bytes of a parquet page after its repetition and definition levels.
 pub fn values(page: &Page, (max_rep, max_def): (i16, i16)) -> Result<&[u8], ParquetError> {
     let (bytes, encodings) = match page {
         Page::DataPage { buf, rep_level_encoding, def_level_encoding, .. } => {
@@ -52,7 +52,7 @@ pub fn values(page: &Page, (max_rep, max_def): (i16, i16)) -> Result<&[u8], Parq
 /// Returns the bytes after a stream of delta-packed numbers, which may hold at most `most` numbers.
 fn behind_stream(mut bytes: &[u8], most: u64) -> Result<&[u8], ParquetError> {
     let (block, groups, count) = (number(&mut bytes)?, number(&mut bytes)?, number(&mut bytes)?);
-    // Skips the first value.
+    // Skips the first value of the stream, which precedes the blocks.
     number(&mut bytes)?;
     if count > most {
         return Err(broken());
@@ -60,7 +60,7 @@ fn behind_stream(mut bytes: &[u8], most: u64) -> Result<&[u8], ParquetError> {
     let group_values = block.checked_div(groups).ok_or_else(broken)?;
     let mut left = count.saturating_sub(1);
     while left > 0 {
-        // Skips the block's smallest difference.
+        // Skips the block's smallest difference, which precedes the bit widths.
         number(&mut bytes)?;
         let groups = usize::try_from(groups).map_err(|_| broken())?;
         let (widths, mut rest) = bytes.split_at_checked(groups).ok_or_else(broken)?;
@@ -70,7 +70,7 @@ fn behind_stream(mut bytes: &[u8], most: u64) -> Result<&[u8], ParquetError> {
             }
             left = left.saturating_sub(group_values);
             let packed = (u64::from(*width)).checked_mul(group_values).ok_or_else(broken)? / 8;
-            // The last group may be truncated.
+            // The last group of values in a stream may be shorter than the others.
             let packed = usize::try_from(packed).map_err(|_| broken())?.min(rest.len());
             rest = rest.get(packed..).unwrap_or_default();
         }
@@ -107,18 +107,18 @@ mod tests {
 
     #[test]
     fn the_end_of_a_stream_is_found_and_too_many_are_refused() {
-        // Blocks of 128 values in 4 groups. The stream has 5 values: the first value, and a block whose first group has
-        // one bit per value. More bytes follow.
+        // A stream of delta-packed numbers with blocks of 128 values in 4 groups. It has 5 values: the first value, and a block
+        // whose first group has one bit per value. More bytes follow.
         let stream = [&[0x80, 1, 4, 5, 2][..], &[0, 1, 0, 0, 0], &[0xff; 4], b"rest"].concat();
         assert_eq!(behind_stream(&stream, 5).unwrap(), b"rest");
         assert!(behind_stream(&stream, 4).is_err());
-        // A stream of one value has no block.
+        // A stream with only one value has no block.
         assert_eq!(behind_stream(&[0x80, 1, 4, 1, 2, 9], 5).unwrap(), [9]);
         for cut in 0..10 {
             assert!(behind_stream(&stream[..cut], 5).is_err(), "{cut}");
         }
         assert!(behind_stream(&[0, 0, 5, 0, 0, 0, 0], 5).is_err());
-        // A block that claims 2^40 values in one group must not take long.
+        // A stream whose block claims 2^40 values in one group must be rejected quickly.
         let huge = [&[0x80, 0x80, 0x80, 0x80, 0x80, 0x20][..], &[1, 0x80, 0x80, 0x80, 0x80, 4, 0], &[0, 0]].concat();
         assert!(behind_stream(&huge, u64::MAX).unwrap().is_empty());
     }

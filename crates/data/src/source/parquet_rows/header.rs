@@ -1,16 +1,16 @@
-//! Parses page headers in Thrift's compact protocol. We parse them ourselves because the crate reports a page's size
-//! only after unpacking the page.
+//! Parses the headers of parquet pages, which are in Thrift's compact protocol. The crate `parquet` reports a page's size only
+//! after unpacking the page, which is too late to limit the memory.
 
 use std::io::Read;
 
 use parquet::errors::ParquetError;
 
-/// Maximum size of a header, in bytes. Writers store the smallest and largest value there, cut to a few KiB.
+/// Maximum size in bytes of a page header. Writers store the page's smallest and largest value there, cut to a few KiB.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
-/// Maximum nesting depth of structures: page, data page, statistics.
+/// Maximum nesting depth of Thrift structures in a page header: page, data page, statistics.
 const MAX_DEPTH: usize = 8;
 
-/// The parsed header of a page.
+/// The parsed header of a parquet page.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Header {
     /// The page type: 0 = data, 1 = index, 2 = dictionary, 3 = data of version 2.
@@ -19,14 +19,14 @@ pub struct Header {
     pub unpacked_bytes: i64,
     /// Bytes of the page in the file.
     pub packed_bytes: i64,
-    /// The fields of the type-specific header, by field number; booleans are 0 and 1.
+    /// The fields of the header part that is specific to the page type, by Thrift field number; booleans are 0 and 1.
     fields: [Option<i64>; 8],
-    /// Bytes of the header itself.
+    /// Size of the page header itself in bytes.
     pub header_bytes: u64,
 }
 
 impl Header {
-    /// Parses a header from the start of `from`.
+    /// Parses a page header from the start of `from`.
     pub fn read(from: impl Read) -> Result<Header, ParquetError> {
         let mut input = Input { from: from.take(MAX_HEADER_BYTES), read: 0 };
         let mut header = Header { kind: -1, unpacked_bytes: -1, packed_bytes: -1, ..Header::default() };
@@ -34,7 +34,7 @@ impl Header {
             [1] => header.kind = value,
             [2] => header.unpacked_bytes = value,
             [3] => header.packed_bytes = value,
-            // A page has exactly one of these.
+            // A page has exactly one of these structures, depending on its type.
             [5 | 7 | 8, field] => {
                 if let Some(slot) = usize::try_from(field).ok().and_then(|field| header.fields.get_mut(field)) {
                     *slot = Some(value);
@@ -44,18 +44,18 @@ impl Header {
         })?;
         header.header_bytes = input.read;
         if header.unpacked_bytes < 0 || header.packed_bytes < 0 {
-            return Err(broken("it has no size"));
+            return Err(broken("the page's size is missing"));
         }
         Ok(header)
     }
 
-    /// Returns a required number.
+    /// Returns a required number of the page header.
     pub fn number(&self, field: usize) -> Result<u32, ParquetError> {
         let number = self.fields.get(field).copied().flatten();
-        number.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| broken("a number is missing"))
+        number.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| broken("a required number is missing"))
     }
 
-    /// Returns an optional boolean.
+    /// Returns an optional boolean of the page header.
     pub fn flag(&self, field: usize, default: bool) -> bool {
         self.fields.get(field).copied().flatten().map_or(default, |value| value != 0)
     }
@@ -77,7 +77,7 @@ impl<R: Read> Input<R> {
     fn skip(&mut self, bytes: u64) -> Result<(), ParquetError> {
         let skipped = std::io::copy(&mut (&mut self.from).take(bytes), &mut std::io::sink())?;
         self.read += skipped;
-        if skipped == bytes { Ok(()) } else { Err(broken("it is too long, or cut off")) }
+        if skipped == bytes { Ok(()) } else { Err(broken("the header is too long, or cut off")) }
     }
 
     fn varint(&mut self) -> Result<u64, ParquetError> {
@@ -97,10 +97,10 @@ impl<R: Read> Input<R> {
         Ok((value >> 1) as i64 ^ -((value & 1) as i64))
     }
 
-    /// Passes each number of a structure and of its nested structures to `take`, with the path of field numbers to it.
+    /// Passes each number of a Thrift structure and of its nested structures to `take`, with the path of field numbers to it.
     fn structure(&mut self, depth: usize, take: &mut dyn FnMut(&[i64], i64)) -> Result<(), ParquetError> {
         if depth > MAX_DEPTH {
-            return Err(broken("it is nested too deep"));
+            return Err(broken("the header is nested too deep"));
         }
         let mut field = 0;
         loop {
@@ -117,7 +117,7 @@ impl<R: Read> Input<R> {
                 1 | 2 => take(&[field], i64::from(kind == 1)),
                 4..=6 => take(&[field], self.number()?),
                 12 => self.structure(depth + 1, &mut |path, value| {
-                    // Deeper structures (statistics) are not needed.
+                    // The numbers of deeper structures (statistics) are not needed.
                     if let [inner] = *path {
                         take(&[field, inner], value);
                     }
@@ -127,7 +127,7 @@ impl<R: Read> Input<R> {
         }
     }
 
-    /// Skips over a value.
+    /// Skips a value of a Thrift structure.
     fn pass(&mut self, kind: u8, depth: usize) -> Result<(), ParquetError> {
         match kind {
             1..=3 => self.skip(1),
@@ -143,7 +143,7 @@ impl<R: Read> Input<R> {
                 (0..count).try_for_each(|_| self.pass(byte & 0x0f, depth + 1))
             }
             12 => self.structure(depth + 1, &mut |_, _| {}),
-            _ => Err(broken("a field is of an unknown kind")),
+            _ => Err(broken("a field has an unknown type")),
         }
     }
 }
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn a_header_tells_sizes_and_the_fields_of_its_kind() {
-        // A data page: 1000 bytes unpacked, 300 packed; 5 values, encoding 3; statistics with a text;
+        // The header of a data page: 1000 bytes unpacked, 300 packed; 5 values, encoding 3; statistics with a text;
         // then an unknown list.
         let statistics = [0x18, 2, b'h', b'i', 0x00];
         let page = [&[0x15, 10, 0x15, 6, 0x15, 6, 0x15, 6, 0x1c][..], &statistics, &[0x00]].concat();
@@ -172,7 +172,7 @@ mod tests {
         for end in 0..bytes.len() {
             assert!(Header::read(&bytes[..end]).is_err());
         }
-        // A list that claims 2^63 members ends with the input.
+        // Parsing a list that claims 2^63 members ends at the end of the input.
         let endless = [&[0x19, 0xf5][..], &[0xff; 8], &[0x7f]].concat();
         assert!(Header::read(&endless[..]).is_err());
     }

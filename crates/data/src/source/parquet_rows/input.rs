@@ -10,7 +10,7 @@ use bytes::Bytes;
 
 use super::super::ranges::Remote;
 
-/// The origin of the file's bytes.
+/// Where the bytes of a parquet file come from.
 #[derive(Debug)]
 pub enum Input {
     File(File),
@@ -32,13 +32,16 @@ impl Input {
         }
     }
 
-    /// Reads exactly `length` bytes at `offset`.
+    /// Reads exactly `length` bytes of the file at `offset`.
     pub fn bytes(&self, offset: u64, length: u64) -> io::Result<Bytes> {
         if offset.checked_add(length).is_none_or(|end| self.size().is_ok_and(|size| end > size)) {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends before its bytes"));
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the file ends before the bytes that its metadata refers to",
+            ));
         }
         if let Input::Remote(remote) = self {
-            // Fetches the range in one piece; reading it would request several.
+            // The whole range is fetched in one piece first; reading would fetch several smaller pieces.
             remote.fetch(std::slice::from_ref(&(offset..offset + length)))?;
         }
         let length = usize::try_from(length).map_err(io::Error::other)?;
@@ -47,12 +50,12 @@ impl Input {
         if read < length { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(bytes.into()) }
     }
 
-    /// Creates a reader that starts at `offset`.
+    /// Creates a reader of the file that starts at `offset`.
     pub fn reader(&self, offset: u64) -> At<'_> {
         At { input: self, offset }
     }
 
-    /// Fetches ranges that will be needed soon, several in one call.
+    /// Fetches ranges of a remote file that will be needed soon, several in one call.
     pub fn expect(&self, ranges: &[Range<u64>]) -> io::Result<()> {
         match self {
             Input::File(_) => Ok(()),
@@ -60,7 +63,7 @@ impl Input {
         }
     }
 
-    /// Returns why fetching failed since the last call, if it failed.
+    /// Returns why fetching parts of a remote file failed since the last call, if it failed.
     pub fn take_failure(&self) -> Option<String> {
         match self {
             Input::File(_) => None,
@@ -69,7 +72,7 @@ impl Input {
     }
 }
 
-/// A reader at a position of the file.
+/// A reader at a position of a parquet file.
 #[derive(Debug)]
 pub struct At<'i> {
     input: &'i Input,

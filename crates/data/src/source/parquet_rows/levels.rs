@@ -1,11 +1,11 @@
-//! Counts the values of the longest row in a page of lists from the repetition levels: a few bytes may
-//! encode a billion values.
+//! Finds the number of values of the longest row in a parquet page of lists, from the page's repetition levels: a few bytes may
+//! encode a row of a billion values.
 
 use parquet::basic::Encoding;
 use parquet::column::page::Page;
 use parquet::errors::ParquetError;
 
-/// Counts values per row over a column's pages: a row may continue in the next page.
+/// Counts the values of each row of a list column over its pages; a row may continue in the next page.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Longest {
     row: u64,
@@ -16,7 +16,7 @@ pub struct Longest {
 impl Longest {
     fn add(&mut self, begins: bool, values: u64) {
         match begins {
-            // Without repetition, each value is a row.
+            // A column without repetition levels has one value per row.
             true => self.row = values.min(1),
             false => self.row = self.row.saturating_add(values),
         }
@@ -24,7 +24,7 @@ impl Longest {
     }
 }
 
-/// Returns the number of values of the longest row that ends or continues in the page.
+/// Returns the number of values of the longest row that ends or continues in a page.
 pub fn longest_row(page: &Page, max_level: i16, rows: &mut Longest) -> Result<u64, ParquetError> {
     rows.longest = rows.row;
     let width = 16 - max_level.unsigned_abs().leading_zeros();
@@ -40,13 +40,13 @@ pub fn longest_row(page: &Page, max_level: i16, rows: &mut Longest) -> Result<u6
     };
     match is_known {
         true => count_levels(levels, width, u64::from(page.num_values()), rows)?,
-        // The old level encoding uses a bit per level, so the page's size bounds their number.
+        // The old encoding of levels (BIT_PACKED) uses at least a bit per level, so the page's size limits the number of values.
         false => rows.longest = u64::from(page.num_values()),
     }
     Ok(rows.longest)
 }
 
-/// Counts over the runs of one level and the bit-packed groups of eight levels, which may alternate in any order.
+/// Counts the values per row in the encoding RLE of levels: runs of one level and bit-packed groups of eight levels, in any order.
 fn count_levels(mut levels: &[u8], width: u32, mut values: u64, rows: &mut Longest) -> Result<(), ParquetError> {
     let bytes = width.div_ceil(8) as usize;
     while values > 0 {
@@ -74,7 +74,7 @@ fn count_levels(mut levels: &[u8], width: u32, mut values: u64, rows: &mut Longe
             continue;
         }
         let packed = usize::try_from(head >> 1).ok().and_then(|groups| groups.checked_mul(width as usize));
-        // The last group may be truncated.
+        // The last bit-packed group of a page may be truncated.
         let packed = packed.ok_or_else(cut_off)?.min(levels.len());
         let (group, rest) = levels.split_at_checked(packed).ok_or_else(cut_off)?;
         if group.is_empty() {
@@ -105,11 +105,11 @@ mod tests {
             let mut rows = Longest::default();
             count_levels(levels, width, values, &mut rows).map(|()| rows.longest)
         };
-        // A row begins and continues for a billion values.
+        // Levels of one row that begins and continues for a billion values.
         assert_eq!(longest(&[2, 0, 0x80, 0xa8, 0xd6, 0xb9, 0x07, 1], 1, 1_000_000_001).unwrap(), 1_000_000_001);
-        // Ten rows of one value each.
+        // Levels of ten rows with one value each.
         assert_eq!(longest(&[20, 0], 1, 10).unwrap(), 1);
-        // Bit-packed with width 2: 0 1 1 0 1 0 0 0.
+        // Levels 0 1 1 0 1 0 0 0, bit-packed with two bits each.
         assert_eq!(longest(&[3, 0b0001_0100, 0b0000_0001], 2, 8).unwrap(), 3);
         for cut in [&[][..], &[2], &[3], &[0x80], &[0, 1], &[0xff; 9]] {
             assert!(longest(cut, 1, 8).is_err(), "{cut:?}");

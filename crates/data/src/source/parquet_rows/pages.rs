@@ -1,4 +1,4 @@
-//! Reads the pages of a row group's columns. The size in each page's header is checked before any of the page is read.
+//! Reads the pages of a parquet row group's columns. The size in each page's header is checked before any of the page is read.
 
 use std::io::BufReader;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,28 +20,28 @@ use super::input::Input;
 use super::levels::{Longest, longest_row};
 use super::unpack::Unpacker;
 
-/// Memory of a value in the crate's types, in bytes, without its text.
+/// Memory in bytes of a value in the types of the crate `parquet`, without its text.
 const VALUE_BYTES: u64 = 32;
-/// Memory of a value in a list, in bytes: read ahead, in its row, and as JSON.
+/// Memory in bytes of a value in a list: its copies read ahead, in the row, and as JSON.
 const LIST_VALUE_BYTES: u64 = 128;
-/// Memory of a text's two lengths (prefix and suffix), in bytes.
+/// Memory in bytes of the two lengths (prefix and suffix) of a delta-encoded text.
 const LENGTH_BYTES: u64 = 8;
-/// Bytes read in one call to parse a header.
+/// Number of bytes read in one call to parse a page header.
 const HEADER_BYTES: usize = 512;
 
 const PAGE_ADVICE: &str = "write the file with smaller pages (data_page_size in pyarrow)";
 const DICTIONARY_ADVICE: &str = "write the file with a smaller dictionary (dictionary_pagesize_limit in pyarrow)";
 
-/// The state shared by a row group's columns.
+/// State shared by the columns of a row group.
 pub struct Shared {
     pub input: Arc<Input>,
     pub budget: Budget,
     pub unpacker: Mutex<Unpacker>,
-    /// Number of rows read ahead.
+    /// Number of rows that each column reads ahead.
     pub batch: u64,
 }
 
-/// A row group, as the crate's record reader expects it.
+/// Implements the interface of a row group that the record reader of the crate `parquet` expects.
 pub struct Group<'m> {
     pub metadata: &'m ParquetMetaData,
     pub at: usize,
@@ -85,7 +85,7 @@ impl RowGroupReader for Group<'_> {
     }
 }
 
-/// The pages of a column.
+/// Iterates over the pages of one column of a row group.
 struct Pages {
     shared: Arc<Shared>,
     /// The column's index in the file.
@@ -93,15 +93,15 @@ struct Pages {
     name: String,
     codec: Compression,
     physical: Physical,
-    /// The maximum repetition and definition levels.
+    /// The column's maximum repetition and definition levels.
     max_levels: (i16, i16),
     offset: u64,
     left: u64,
-    /// The header at `offset`, if it was already read.
+    /// The page header at `offset`, if it was already read.
     next: Option<Header>,
-    /// Bytes of the longest value in the dictionary.
+    /// Bytes of the longest value in the column's dictionary.
     longest_entry: u64,
-    /// The list row that continues from the last page.
+    /// Values counted so far in the list row that may continue in the next page.
     row_so_far: Longest,
 }
 
@@ -122,7 +122,7 @@ impl Pages {
             let (what, advice) = match header.kind {
                 0 | 3 => ("page", PAGE_ADVICE),
                 2 => ("dictionary", DICTIONARY_ADVICE),
-                // Other pages are not needed for rows.
+                // Other page types, such as indexes, are not needed to read rows.
                 _ => {
                     self.pass(packed_bytes);
                     continue;
@@ -146,7 +146,7 @@ impl Pages {
         let (packed_bytes, unpacked_bytes) = (header.packed_bytes.unsigned_abs(), header.unpacked_bytes.unsigned_abs());
         match header.kind {
             2 => {
-                // Texts stay in the page's buffer; numbers are copied out of it.
+                // Texts are read from the page's buffer without a copy; numbers are copied.
                 let (kept_bytes, each) = match self.physical {
                     Physical::BYTE_ARRAY | Physical::FIXED_LEN_BYTE_ARRAY => (unpacked_bytes, VALUE_BYTES),
                     Physical::INT96 => (0, 12),
@@ -210,7 +210,7 @@ impl Pages {
         Ok(out.into())
     }
 
-    /// Counts the memory that a page's values may need beyond its bytes: for lists, and for texts that
+    /// Counts the memory that a page's values may need in addition to the page's bytes: for lists, and for texts that
     /// repeat prefixes of others.
     fn check_values(&mut self, page: &Page) -> Result<(), ParquetError> {
         let encoding = page.encoding();
@@ -245,7 +245,7 @@ impl Pages {
             (0, Physical::BYTE_ARRAY, Encoding::RLE_DICTIONARY | Encoding::PLAIN_DICTIONARY) => self.longest_entry,
             (0, Physical::BYTE_ARRAY | Physical::FIXED_LEN_BYTE_ARRAY, _) => page.buffer().len() as u64,
             (0, ..) => 0,
-            // Copies of lists are counted per value.
+            // The size of the longest value of a list column is limited by the page; its copies are counted per value above.
             _ => page.buffer().len() as u64,
         };
         Ok(self.shared.budget.grow(self.at, &self.name, more, longest)?)

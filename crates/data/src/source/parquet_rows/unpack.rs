@@ -1,5 +1,5 @@
-//! Unpacks a page's bytes, never to more than its header says: some of the crate's codecs continue as long
-//! as there is input.
+//! Decompresses the bytes of a parquet page, never to more than its header says: some codecs of the crate `parquet` continue as
+//! long as there is input.
 
 use std::io::Read;
 
@@ -7,7 +7,7 @@ use flate2::read::MultiGzDecoder;
 use parquet::basic::Compression;
 use parquet::errors::ParquetError;
 
-/// Unpacks pages; all columns share one.
+/// Decompresses parquet pages; shared by all columns.
 pub struct Unpacker {
     zstd: zstd::bulk::Decompressor<'static>,
     snappy: snap::raw::Decoder,
@@ -18,7 +18,7 @@ impl Unpacker {
         Ok(Unpacker { zstd: zstd::bulk::Decompressor::new()?, snappy: snap::raw::Decoder::new() })
     }
 
-    /// Appends exactly `bytes` unpacked bytes to `out`.
+    /// Decompresses a page and appends exactly `bytes` bytes to `out`.
     pub fn unpack(
         &mut self,
         codec: Compression,
@@ -26,7 +26,7 @@ impl Unpacker {
         bytes: usize,
         out: &mut Vec<u8>,
     ) -> Result<(), ParquetError> {
-        // The page holds only nulls.
+        // A page without bytes contains only nulls.
         if bytes == 0 {
             return Ok(());
         }
@@ -43,7 +43,7 @@ impl Unpacker {
             Compression::GZIP(_) => stream(MultiGzDecoder::new(packed), bytes, out)?,
             Compression::LZ4 => match space(out, &mut |to| hadoop(packed, to)) {
                 Ok(done) if done == bytes => done,
-                // Old writers used this codec name for either a frame or a plain block.
+                // Old writers used the codec name LZ4 for either an LZ4 frame or a plain LZ4 block.
                 _ => {
                     out.truncate(start);
                     match stream(lz4_flex::frame::FrameDecoder::new(packed), bytes, out) {
@@ -55,32 +55,32 @@ impl Unpacker {
                     }
                 }
             },
-            other => return Err(ParquetError::General(format!("its compression {other} is not supported"))),
+            other => return Err(ParquetError::General(format!("the compression {other} is not supported"))),
         };
-        if done == bytes { Ok(()) } else { Err(broken("its size differs from its header")) }
+        if done == bytes { Ok(()) } else { Err(broken("the unpacked size differs from the one in the page's header")) }
     }
 }
 
 fn stream(from: impl Read, bytes: usize, out: &mut Vec<u8>) -> Result<usize, ParquetError> {
-    // Reading one more byte shows whether the data is longer than claimed.
+    // Reading one more byte shows whether the decompressed data is longer than the page's header says.
     from.take(bytes as u64 + 1).read_to_end(out).map_err(broken)
 }
 
-/// Unpacks Hadoop's LZ4 framing: unpacked and packed size, four bytes each, then a block.
+/// Decompresses LZ4 blocks in Hadoop's framing: before each block, its unpacked and packed size, four bytes each.
 fn hadoop(mut packed: &[u8], to: &mut [u8]) -> Result<usize, ParquetError> {
     let mut done = 0;
     while let Some((sizes, rest)) = packed.split_first_chunk::<8>() {
         let [a, b, c, d, e, f, g, h] = *sizes;
         let (unpacked, size) = (u32::from_be_bytes([a, b, c, d]) as usize, u32::from_be_bytes([e, f, g, h]) as usize);
-        let block = rest.get(..size).ok_or_else(|| broken("a block is cut off"))?;
-        let into = to.get_mut(done..done + unpacked).ok_or_else(|| broken("a block is too long"))?;
+        let block = rest.get(..size).ok_or_else(|| broken("an LZ4 block is cut off"))?;
+        let into = to.get_mut(done..done + unpacked).ok_or_else(|| broken("an LZ4 block is too long"))?;
         if lz4_flex::block::decompress_into(block, into).map_err(broken)? != unpacked {
-            return Err(broken("a block has another size"));
+            return Err(broken("an LZ4 block has another size than its frame says"));
         }
         done += unpacked;
         packed = rest.get(size..).unwrap_or_default();
     }
-    if packed.is_empty() { Ok(done) } else { Err(broken("a block is cut off")) }
+    if packed.is_empty() { Ok(done) } else { Err(broken("an LZ4 block is cut off")) }
 }
 
 fn broken(what: impl std::fmt::Display) -> ParquetError {

@@ -24,7 +24,7 @@ pub(super) enum Operation {
     Multiply,
     Divide,
     Power,
-    /// The right operand is the degree: `Root(8, 3)` is 2.
+    /// A root, whose right operand is the degree: `Root(8, 3)` is 2.
     Root,
 }
 
@@ -37,7 +37,7 @@ impl Expression {
         parser.rest.is_empty().then_some(parsed)
     }
 
-    /// Returns the value for these values of the variables; `None` if it is not finite.
+    /// Returns the value of the expression for given values of its variables; `None` if it is not finite.
     pub(super) fn value(&self, variable: &dyn Fn(char) -> Option<f64>) -> Option<f64> {
         let value = match self {
             Expression::Number(number) => *number,
@@ -83,7 +83,7 @@ impl Expression {
         value.is_finite().then_some(value)
     }
 
-    /// Returns the names of the variables.
+    /// Returns the names of the variables in the expression.
     pub(super) fn variables(&self) -> BTreeSet<char> {
         match self {
             Expression::Number(_) => BTreeSet::new(),
@@ -110,12 +110,12 @@ impl Parser<'_> {
         self.rest = self.rest.trim_start();
     }
 
-    /// Consumes one of these words if the remaining text starts with it.
+    /// Skips one of the given words if the text that is not parsed yet starts with it.
     fn consume(&mut self, words: &[&str]) -> bool {
         self.skip();
         for word in words {
             let Some(rest) = self.rest.strip_prefix(word) else { continue };
-            // `\pi` must not match the beginning of `\pink`.
+            // A LaTeX command must match as a whole: `\pi` is not the beginning of `\pink`.
             let is_command = word.len() > 2 && word.starts_with('\\');
             if is_command && rest.starts_with(|c: char| c.is_ascii_alphabetic()) {
                 continue;
@@ -297,7 +297,7 @@ impl Parser<'_> {
         if self.rest.trim_start().starts_with("\\frac") {
             return Some(binary(Operation::Add, number, self.atom()?));
         }
-        // A mixed number such as "1 1/2".
+        // Parses the fraction of a mixed number such as "1 1/2".
         let after = self.rest.trim_start();
         let above = after.find(|c| !is_digit(c)).unwrap_or(0);
         if self.rest.starts_with(' ') && above > 0 && after[above..].starts_with('/') {

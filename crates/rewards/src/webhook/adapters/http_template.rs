@@ -15,7 +15,7 @@ pub(super) struct HttpTemplate {
     batch: bool,
 }
 
-/// A body whose strings are compiled templates.
+/// The JSON body of a request whose strings are compiled templates.
 enum Node {
     Plain(Value),
     Text(Box<SampleTemplate>),
@@ -61,7 +61,7 @@ impl Dialect for HttpTemplate {
     fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError> {
         let variables = SampleTemplate::variables(sample);
         if self.batch {
-            // The template of a batch sees the same variables, in a list.
+            // The template of a batch gets the variables of all samples as a list; here it is tried with one sample.
             let error = |why: serde_json::Error| template_failed(why.to_string());
             let value = serde_json::to_value(&variables).map_err(error)?;
             let one = SampleTemplate::batch_variables(std::iter::once(SampleTemplate::json_variables(&value)));
@@ -75,7 +75,8 @@ impl Dialect for HttpTemplate {
             return batch.pieces[0].to_string();
         }
         let samples = batch.pieces.iter().map(|piece| SampleTemplate::json_variables(piece));
-        // Each sample was rendered alone before. If rendering all of them together fails, the service rejects the null body.
+        // Each sample was rendered alone before. If rendering all samples of the request together fails, the body is null, which
+        // the service rejects.
         self.body.value(&SampleTemplate::batch_variables(samples)).unwrap_or_default().to_string()
     }
 
@@ -83,15 +84,17 @@ impl Dialect for HttpTemplate {
         let answer = parse(body)?;
         let Some((before, after)) = self.pointer.split_once("/*").filter(|_| self.batch) else {
             let value = answer.pointer(&self.pointer);
-            let value = value.ok_or_else(|| format!("the answer has nothing at '{}'", self.pointer))?;
+            let value =
+                value.ok_or_else(|| format!("the answer has no value at the JSON pointer '{}'", self.pointer))?;
             return Ok(Answer::of(vec![number(value)]));
         };
-        let entries = answer.pointer(before).ok_or_else(|| format!("the answer has nothing at '{before}'"))?;
+        let entries =
+            answer.pointer(before).ok_or_else(|| format!("the answer has no value at the JSON pointer '{before}'"))?;
         let entries = entries.as_array().ok_or_else(|| format!("'{before}' is {}, not a list", name(entries)))?;
         check_length(entries.len(), samples.len())?;
         let reward = |entry: &Value| match entry.pointer(after) {
             Some(value) => number(value),
-            None => Found::Invalid(format!("there is nothing at '{after}'")),
+            None => Found::Invalid(format!("the answer's entry has no value at the JSON pointer '{after}'")),
         };
         Ok(Answer::of(entries.iter().map(reward).collect()))
     }

@@ -19,7 +19,7 @@ impl Llamafactory {
     pub(super) fn new(plan: &TextPlan) -> Result<Self, String> {
         Ok(Self {
             text: Text::new(plan.template.as_deref())?,
-            // The field is required, but the server loads a single model and ignores its name.
+            // The server requires the field `model`, but it loads a single model and ignores the name.
             model: plan.model.clone().unwrap_or_else(|| "model".to_owned()),
             extra_body: plan.extra_body.clone(),
         })

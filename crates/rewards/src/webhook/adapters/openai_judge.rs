@@ -38,7 +38,7 @@ impl OpenaiJudge {
         )
     }
 
-    /// Parses one vote: a score scaled to 0 to 1 and the reasoning, or the reason why there is none.
+    /// Parses one vote of the judge: a score scaled to 0 to 1 and the reasoning, or the reason why the vote has no score.
     fn vote(&self, choice: &Value) -> Result<(f64, String), SampleError> {
         let none = |code: &str, message: String| SampleError { code: code.to_owned(), message };
         let message = choice.get("message").unwrap_or(&Value::Null);
@@ -137,13 +137,13 @@ impl Dialect for OpenaiJudge {
     }
 }
 
-/// Returns a word that the text cannot contain and that is the same for every attempt.
+/// Returns a marker word that the completion cannot contain (a hash of it) and that is the same for every attempt.
 fn boundary(text: &str) -> String {
     hex::encode(&Sha256::digest(text.as_bytes())[..8])
 }
 
-/// Returns the JSON object in an answer, also inside a code fence or after other text, because servers without
-/// structured outputs ignore the schema.
+/// Returns the JSON object in the judge's answer, also inside a code fence or after other text, because servers without structured
+/// outputs ignore the schema.
 fn json_in(content: &str) -> Option<Value> {
     let text = content.trim();
     if let Ok(value @ Value::Object(_)) = serde_json::from_str(text) {

@@ -45,7 +45,8 @@ impl Dialect for Openrlhf {
         let scores = answer.get("scores").map(|scores| ("scores", scores));
         for (name, values) in logs.map(|(name, values)| (name.as_str(), values)).chain(scores) {
             let values = values.as_array().map(|values| flat(values)).unwrap_or_default();
-            // A list with another length does not belong to the samples.
+            // A list in `extra_logs` whose length differs from the number of samples is ignored, because its values cannot be
+            // assigned to samples.
             if values.len() == samples.len() {
                 for (found, value) in found.iter_mut().zip(values) {
                     if let Found::Judged(judgement) = found {
@@ -58,7 +59,7 @@ impl Dialect for Openrlhf {
     }
 }
 
-/// Removes one level of nesting if every entry is a list.
+/// Flattens a list of lists by one level; a list with other entries is returned as it is.
 fn flat(values: &[Value]) -> Vec<&Value> {
     if values.iter().all(Value::is_array) {
         values.iter().filter_map(Value::as_array).flatten().collect()

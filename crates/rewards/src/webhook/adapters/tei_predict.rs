@@ -61,12 +61,12 @@ impl Dialect for TeiPredict {
     }
 }
 
-/// 424 is an error of the backend that another request in the same batch may have caused.
+/// Status 424 is an error of the inference backend that another request in the same batch may have caused, so a retry may succeed.
 pub(super) fn is_transient(status: u16) -> bool {
     status == 424
 }
 
-/// Requests `/info`, next to the endpoint.
+/// Returns the health check of a text-embeddings-inference server: a GET of `/info` next to the reward's URL.
 pub(super) fn health_check(url: &Url) -> HealthCheck {
     match url.join("info") {
         Ok(info) => HealthCheck::Get(info, |body| {

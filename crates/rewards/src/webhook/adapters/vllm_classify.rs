@@ -1,8 +1,8 @@
 //! vLLM, `/classify`: `{model, input: [text], use_activation: false, add_special_tokens: false}` →
 //! `{data: [{index, label, probs, num_classes}]}`.
 //!
-//! Without `use_activation: false` a model with one label returns 1.0 for everything. Older servers call the setting
-//! `activation` or `softmax` and ignore this name. The adapter detects and reports that; `extra_body` can add the old name.
+//! Without `use_activation: false` a model with one label returns 1.0 for everything. Older vLLM servers call this setting
+//! `activation` or `softmax` and ignore the new name. The adapter detects and reports that; `extra_body` can add the old name.
 
 use serde_json::{Value, json};
 
@@ -48,12 +48,12 @@ impl Dialect for VllmClassify {
     }
 }
 
-/// Parses a label as a number, because these servers name only the most likely label.
+/// Parses the plan's label as a number, because vLLM names only the most likely label and lists the others' scores by number.
 pub(super) fn label_number(label: Option<&str>) -> Result<Option<usize>, String> {
     label.map(|label| label.parse().map_err(|_| format!("'label' must be a number here, not '{label}'"))).transpose()
 }
 
-/// Returns the score of a label by its number, or the only score.
+/// Returns the score of a label by its number, or the only score if the model has one label.
 pub(super) fn numbered(values: &Value, label: Option<usize>) -> Found {
     let Some(values) = values.as_array() else {
         return Found::Invalid(format!("the scores of the labels are {}, not a list", name(values)));

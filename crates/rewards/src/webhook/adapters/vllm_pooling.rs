@@ -46,7 +46,7 @@ impl Dialect for VllmPooling {
     }
 }
 
-/// Returns the last number of nested lists.
+/// Returns the last number of a list that may contain lists.
 fn last(data: &Value) -> Found {
     match data {
         Value::Array(values) => values.last().map_or_else(|| Found::Invalid("'data' is empty".to_owned()), last),

@@ -1,4 +1,5 @@
-//! vLLM, `/score`: `{model, text_1: [query], text_2: [text]}`, pair by pair → `{data: [{index, score}]}`.
+//! vLLM's `/score`, which scores pairs of a query and a text: `{model, text_1: [query], text_2: [text]}` → `{data: [{index,
+//! score}]}`.
 
 use serde_json::{Map, Value, json};
 
