@@ -26,7 +26,7 @@ const latency = (ms) => (ms < 10 ? `${number(ms, 2)} ms` : duration(ms / 1000));
 function describeHealth({ breaker, degraded, samples, missing_fraction, updated_at }) {
   if (breaker?.state === "open") return ["bad", "✕ Circuit breaker open", breaker.retry_at ? `No requests are sent to the reward service until ${formatTime(breaker.retry_at)}.` : "No requests are sent to the reward service for now."];
   if (breaker?.state === "half_open") return ["warn", "! Recovering", "Sending one test request to the reward service."];
-  if (degraded) return ["warn", "! Degraded", "At least 4 of the last 20 requests to the reward service failed."];
+  if (degraded) return ["warn", "! Degraded", "At least 3 of the last 20 requests to the reward service failed."];
   if (missing_fraction > 0.2) return ["warn", "! Values missing", `${percent(missing_fraction)} of the samples have no reward.`];
   if (updated_at === null || !samples) return ["", "◌ Not used yet", ""];
   return ["good", "✓ Healthy", ""];

@@ -237,8 +237,8 @@ fn sign(value: f64) -> &'static str {
 
 fn guard(guard: &Value) -> String {
     let fell = match guard["fell"].as_bool() {
-        Some(true) => "the reward on the guard dataset may have fallen by more",
-        Some(false) => "the reward on the guard dataset did not fall by more",
+        Some(true) => "the reward on the guard dataset may have fallen by more than that",
+        Some(false) => "the reward on the guard dataset did not fall by more than that",
         None => "too few rows to decide",
     };
     let margin = guard["margin"].as_f64().unwrap_or_default();
