@@ -125,7 +125,8 @@ pub fn each_row(
         At::Path(path) => path,
         At::Elsewhere(remote) => return remote_parquet(remote.clone(), wanted, take),
     };
-    let mut file = File::open(path).map_err(|error| whole("unreadable", format!("cannot be opened: {error}")))?;
+    let mut file =
+        File::open(path).map_err(|error| whole("unreadable", format!("the file cannot be opened: {error}")))?;
     let mut start = [0; 8];
     let read = read_full(&mut file, &mut start).map_err(unreadable)?;
     let start = start.get(..read).unwrap_or_default();
@@ -285,7 +286,7 @@ fn read_full(from: &mut dyn Read, into: &mut [u8]) -> io::Result<usize> {
 }
 
 fn unreadable(error: io::Error) -> RowError {
-    whole("unreadable", format!("cannot be read: {error}"))
+    whole("unreadable", format!("the file cannot be read: {error}"))
 }
 
 /// Creates an error about a file, not about one of its rows.

@@ -76,7 +76,7 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Creates a factor, which must be above 0 and at most 1.
+    /// Creates a factor on waits, which must be above 0 and at most 1.
     ///
     /// # Errors
     /// Returns a message when the factor is out of range.

@@ -93,7 +93,7 @@ impl RewardFailure {
         }
     }
 
-    /// Returns the failure of the job, for errors that do not pause it.
+    /// Converts this error into the failure of the job, for errors that do not pause the job.
     pub fn to_failure(&self, step: u64) -> Failure {
         let (class, code, suggestion) = match self {
             RewardFailure::Outage { .. } => {
@@ -153,7 +153,7 @@ pub struct BuildError {
 }
 
 impl BuildError {
-    /// Returns the failure of the job.
+    /// Converts this error into the failure of the job.
     pub fn to_failure(&self) -> Failure {
         Failure {
             class: FailureClass::User,

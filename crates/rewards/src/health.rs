@@ -31,7 +31,7 @@ pub enum Verdict {
     Good,
     /// The job continues, with a warning.
     Warn(Event),
-    /// The job must pause.
+    /// The job must pause, because too many rewards are missing.
     Stop(RewardFailure),
 }
 

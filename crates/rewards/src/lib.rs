@@ -85,7 +85,7 @@ pub struct JobContext {
     pub probe: bool,
 }
 
-/// The values of one reward for all samples.
+/// The values of one reward for all samples of a rollout.
 #[derive(Debug, Clone, Default)]
 pub struct Judged {
     /// One judgement for each sample, in order.
@@ -170,9 +170,9 @@ pub struct Counts {
     pub unknown_ids: u64,
     /// Number of repeated results for a sample id; the first one is used.
     pub duplicate_ids: u64,
-    /// Number of requests that were answered from the journal.
+    /// Number of requests that were not sent again, because the journal has their answer.
     pub replayed: u64,
-    /// Number of samples that were answered from the cache.
+    /// Number of samples whose value came from the cache.
     pub cached: u64,
 }
 
@@ -212,7 +212,7 @@ struct SharedDeps {
 
 /// Dependencies that the worker provides to a job's rewards.
 pub struct RewardDeps {
-    /// Connections, outgoing address policy, and cache.
+    /// Connection pool, policy for outgoing addresses, and cache of reward values.
     pub client: RewardClient,
     /// Journal of reward requests and answers; `None` records nothing.
     pub journal: Option<Arc<dyn Journal>>,
@@ -225,7 +225,7 @@ pub struct RewardDeps {
 struct Entry {
     name: String,
     required: bool,
-    /// Data sources whose rows this reward judges; `None` means all.
+    /// Data sources of the dataset to whose rows this reward applies; `None` means all.
     applies_to: Option<Vec<String>>,
     reward: Box<dyn Reward>,
     health: Mutex<Health>,

@@ -54,7 +54,7 @@ source = read(int(read(8), 16)).decode()
 exec(compile(source, "<rlood reward serve>", "exec"), {"__name__": "rlood_reward_serve", "__file__": "<rlood reward serve>", "SOURCE": source})
 "#;
 
-/// Environment variable with the Python program that runs functions.
+/// Environment variable that names the Python program to run reward functions with.
 pub const PYTHON: &str = "RLOOD_PYTHON";
 /// Time limit for the start of the Python process, which loads the user's file.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(300);
@@ -63,7 +63,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(15);
 /// Time limit for an immediate exit of the Python process.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Lines of standard error that are kept for the report of a process that could not start.
+/// Number of lines of standard error that are kept for the error of a Python process that could not start.
 const TAIL_LINES: usize = 12;
 /// Maximum length in bytes of one logged line of the Python process's output; a longer line is logged in pieces.
 const MAX_LINE_BYTES: u64 = 8 << 10;
@@ -71,7 +71,7 @@ const MAX_LINE_BYTES: u64 = 8 << 10;
 /// Error of a process that serves Python functions.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PythonError {
-    /// A target or setting is not valid.
+    /// A file, function name or setting is not valid.
     #[error("{0}")]
     Setting(String),
     /// No Python program was found.
@@ -79,10 +79,10 @@ pub enum PythonError {
         "no Python found (tried {tried}): install Python 3.8 or newer, or set its path with --python PATH or RLOOD_PYTHON"
     )]
     NoPython {
-        /// Programs that were tried, separated by commas.
+        /// Names of the Python programs that were tried, separated by commas.
         tried: String,
     },
-    /// The process could not be started, or exited before it was ready.
+    /// The Python process could not be started, or exited before it was ready.
     #[error("Python could not be started: {0}")]
     NotStarted(String),
     /// The Python process reports that the user's file or a function in it cannot be used.
@@ -95,26 +95,26 @@ pub enum PythonError {
     },
 }
 
-/// Settings of a process that serves functions.
+/// Settings of a Python process that serves reward functions.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Python program; `None` uses `RLOOD_PYTHON`, else python3 or python.
+    /// Path of the Python program; `None` uses `RLOOD_PYTHON`, else python3 or python.
     pub python: Option<PathBuf>,
-    /// Files and functions to serve.
+    /// Python files, and the functions in them to serve.
     pub targets: Vec<Target>,
-    /// Number of worker processes.
+    /// Number of processes that run the functions concurrently.
     pub processes: u32,
-    /// Maximum number of samples per call; `None` passes all samples of a request.
+    /// Maximum number of samples per function call; `None` passes all samples of a request.
     pub batch_size: Option<u32>,
-    /// Time limit for one call.
+    /// Time limit for one call of a function.
     pub call_timeout: Duration,
-    /// Whether to reload files when they change.
+    /// Whether to reload Python files when they change.
     pub reload: bool,
     /// Signing secrets, `whsec_…`. A request must be signed with one of them; an empty list accepts unsigned requests.
     pub secrets: Vec<String>,
-    /// Host names that clients may use besides the server's addresses.
+    /// Host names that clients may use in the `Host` header, besides the server's addresses.
     pub allowed_hosts: Vec<String>,
-    /// Maximum number of concurrent connections.
+    /// Maximum number of concurrent connections to the Python process.
     pub max_connections: u32,
     /// Working directory of the Python process; `None` keeps the directory of this process.
     pub directory: Option<PathBuf>,
@@ -151,7 +151,7 @@ impl Settings {
     }
 }
 
-/// Line of JSON that a process sends when it has started or failed to start.
+/// Line of JSON that the Python process sends when it has started or failed to start.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum Started {
@@ -159,7 +159,7 @@ enum Started {
     Failed { code: String, message: String },
 }
 
-/// A process that serves functions. It is stopped on drop.
+/// A running Python process that serves reward functions. Dropping this value stops the process.
 #[derive(Debug)]
 pub struct PythonServer {
     child: Option<Child>,
@@ -179,7 +179,8 @@ impl PythonServer {
     /// Fails when there is no Python, or a file or function cannot be used; the message names it.
     pub fn start(listener: &TcpListener, settings: &Settings) -> Result<Self, PythonError> {
         let failed = |doing: &str, error: std::io::Error| PythonError::NotStarted(format!("cannot {doing}: {error}"));
-        let address = listener.local_addr().map_err(|error| failed("get the address", error))?;
+        let address =
+            listener.local_addr().map_err(|error| failed("get the address of the listening socket", error))?;
         let (mut channel, child_end) = UnixStream::pair().map_err(|error| failed("create a socket pair", error))?;
         let mut child = spawn(listener, child_end, settings)?;
         let tail = Tail::default();

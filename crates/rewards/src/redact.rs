@@ -15,7 +15,7 @@ const REDACTED: &str = "(redacted)";
 /// Maximum number of bytes of a body that are searched for secrets, and that are shown.
 const READ_BYTES: usize = 64 * 1024;
 const SHOWN_BYTES: usize = 4 * 1024;
-/// Maximum number of headers, and bytes of one header.
+/// Maximum number of headers that are shown, and of bytes of one header.
 const HEADERS: usize = 40;
 const HEADER_BYTES: usize = 256;
 

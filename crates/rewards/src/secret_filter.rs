@@ -93,7 +93,7 @@ impl SecretFilter {
         Some(written.get(1..written.len().checked_sub(1)?)?.to_vec())
     }
 
-    /// Redacts the values of headers.
+    /// Redacts secrets in the values of HTTP headers.
     pub(crate) fn headers(&self, mut headers: HeaderMap) -> HeaderMap {
         for value in headers.values_mut() {
             let clean = self.redact_text(value.as_bytes().to_vec());

@@ -24,7 +24,7 @@ impl std::fmt::Debug for Key {
 /// Error in the text form of a signing key. Never contains the secret.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
-    /// The text does not begin with `whsec_`.
+    /// The text form of the key does not begin with `whsec_`.
     #[error("a secret begins with 'whsec_', followed by base64 of 24 to 64 bytes")]
     Prefix,
     /// The text after `whsec_` is not base64.
@@ -44,7 +44,7 @@ pub enum Rejected {
     /// The header `webhook-timestamp` is missing or not a number of seconds.
     #[error("webhook-timestamp is missing or not a number of seconds")]
     Timestamp,
-    /// The timestamp differs by more than five minutes.
+    /// The timestamp differs from this machine's clock by more than five minutes.
     #[error("webhook-timestamp is more than {TOLERANCE_S} s away from this clock")]
     Stale,
     /// The header `webhook-signature` is missing or contains no `v1` signature.
@@ -63,7 +63,7 @@ impl Key {
         if (24..=64).contains(&bytes.len()) { Ok(Self(bytes)) } else { Err(KeyError::Length) }
     }
 
-    /// Generates a secret in its text form with the system's random numbers.
+    /// Generates a new signing key in its text form, with random numbers of the operating system.
     pub fn generate() -> std::io::Result<String> {
         let mut bytes = [0; 32];
         rustls::crypto::ring::default_provider()

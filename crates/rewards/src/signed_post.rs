@@ -8,7 +8,7 @@ use reqwest::{RequestBuilder, Response};
 use crate::http_client::refusal;
 use crate::signature::Key;
 
-/// The signed parts of a request.
+/// The parts of a POST request that its signature covers.
 pub struct Signed<'a> {
     /// Value of the header `webhook-id`, the same for all attempts to send this request.
     pub id: &'a str,
@@ -32,7 +32,7 @@ impl Signed<'_> {
     }
 }
 
-/// Sets a header, or omits it if the value is not valid for a header.
+/// Sets a header of a request, or omits it if the value is not valid for a header.
 pub(crate) fn set_header(headers: &mut HeaderMap, name: &'static str, value: &str) {
     if let Ok(value) = HeaderValue::from_str(value) {
         headers.insert(HeaderName::from_static(name), value);
@@ -42,7 +42,7 @@ pub(crate) fn set_header(headers: &mut HeaderMap, name: &'static str, value: &st
 /// Sends a signed request and returns the response before its body is read.
 ///
 /// # Errors
-/// Fails when there is no response.
+/// Fails when the receiver sends no response.
 pub async fn send(request: RequestBuilder, headers: HeaderMap) -> Result<Response, SendError> {
     request.headers(headers).send().await.map_err(|error| SendError::new(&error))
 }
@@ -77,12 +77,12 @@ impl SendError {
         Self::Failed { is_connect: error.is_connect(), is_timeout: error.is_timeout(), cause }
     }
 
-    /// Describes the error for the operator of the service.
+    /// Describes the error for the operator of the service that was called.
     pub fn text(&self) -> String {
         match self {
             Self::Refused(why) => why.clone(),
             Self::Failed { is_connect, is_timeout: _, cause } => {
-                let kind = if *is_connect { "cannot connect" } else { "the connection broke" };
+                let kind = if *is_connect { "cannot connect" } else { "the connection to the service broke" };
                 format!("{kind}: {}", cause.as_deref().unwrap_or("unknown cause"))
             }
         }

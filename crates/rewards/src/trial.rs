@@ -50,7 +50,7 @@ pub fn read_samples(samples: Option<&Value>) -> Result<Vec<RewardSample>, Vec<Fi
         return Err(vec![FieldError::new(
             "/samples",
             "required",
-            "a list of {prompt, completion, columns} is required",
+            "a list of samples {prompt, completion, columns} is required",
         )]);
     };
     if given.is_empty() || given.len() > MAX_SAMPLES {
@@ -77,7 +77,9 @@ pub fn read_samples(samples: Option<&Value>) -> Result<Vec<RewardSample>, Vec<Fi
 }
 
 fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static str, &'static str)> {
-    let Value::Object(fields) = value else { return Err(("", "must be an object with prompt and completion")) };
+    let Value::Object(fields) = value else {
+        return Err(("", "a sample must be an object with prompt and completion"));
+    };
     let mut rest = fields.clone();
     let (prompt, messages) = match rest.shift_remove("prompt") {
         Some(Value::String(prompt)) => (prompt, None),

@@ -278,7 +278,8 @@ impl Reward for Webhook {
             }
             run.count(Counts { cached: known.count(), ..Counts::default() });
             known.complete(&self.client.cache, &mut judgements);
-            let not_requested = || Judgement::missing("not_asked", "no result was requested for this sample");
+            let not_requested =
+                || Judgement::missing("not_asked", "the reward service returned no result for this sample");
             let judgements = judgements.into_iter().map(|judgement| judgement.unwrap_or_else(not_requested)).collect();
             let counts = *run.counts.lock().unwrap_or_else(PoisonError::into_inner);
             Ok(Judged { judgements, counts })

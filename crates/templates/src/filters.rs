@@ -45,7 +45,7 @@ enum Cost {
 
 /// Maximum length in characters of an error message that a template raises.
 const MAX_MESSAGE_CHARS: usize = 2000;
-/// Maximum length of a number in any of Python's formats without a width, in bytes.
+/// Maximum length in bytes of a number that a format string writes, if its field has no width.
 const NUMBER_BYTES: u64 = 512;
 
 /// Creates an environment for templates in which every operation is charged to the memory budget. `formatter` must charge for the

@@ -96,7 +96,7 @@ fn padded(text: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
     let padded = match name {
         "ljust" => format!("{text}{}", fill(missing)),
         "rjust" => format!("{}{text}", fill(missing)),
-        // If the padding is odd, the extra character goes to the side where Python puts it.
+        // If the padding of `center` is odd, the additional character goes to the side where Python puts it.
         "center" => {
             let before = missing / 2 + (missing & width & 1);
             format!("{}{text}{}", fill(before), fill(missing - before))

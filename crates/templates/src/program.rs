@@ -298,7 +298,7 @@ fn insert_checks<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error
         let before = index.checked_sub(1).filter(|_| !targets.contains(&index)).and_then(|index| plain.get(index));
         let top = before.and_then(|before| if let Instruction::LoadConst(top) = before { Some(top) } else { None });
         let group = operators::with_checks(instruction, top)?;
-        place += u32::try_from(group.len()).map_err(|_| refused("the template is too long"))?;
+        place += u32::try_from(group.len()).map_err(|_| refused("the compiled template has too many instructions"))?;
         groups.push(group);
     }
     places.push(place);

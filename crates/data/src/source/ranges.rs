@@ -58,7 +58,7 @@ impl Remote {
         self.ranges.size()
     }
 
-    /// How long all fetches together took.
+    /// How long all fetches of pieces of the file took together.
     pub fn waited(&self) -> Duration {
         self.known().waited
     }

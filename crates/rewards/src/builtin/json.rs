@@ -67,19 +67,27 @@ impl JsonCheck {
                 }
                 let schema =
                     schema.ok_or_else(|| no_value("column_missing", format!("this row has no column '{column}'")))?;
-                // A schema in a CSV file is a string.
+                // A row's JSON schema may be a string, because CSV files have no other values.
                 let parsed = schema.as_str().map(serde_json::from_str::<Value>);
                 let schema = match parsed {
                     None => schema.clone(),
                     Some(Ok(parsed)) => parsed,
                     Some(Err(why)) => {
-                        return Err(no_value("column_not_a_schema", format!("the column '{column}': {why}")));
+                        return Err(no_value(
+                            "column_not_a_schema",
+                            format!("the JSON schema in the column '{column}' cannot be used: {why}"),
+                        ));
                     }
                 };
                 if schema.is_null() {
                     return Ok(RewardValue::NotApplicable);
                 }
-                let invalid = |why| no_value("column_not_a_schema", format!("the column '{column}': {why}"));
+                let invalid = |why| {
+                    no_value(
+                        "column_not_a_schema",
+                        format!("the JSON schema in the column '{column}' cannot be used: {why}"),
+                    )
+                };
                 Some(self.rows.get(&schema).map_err(invalid)?)
             }
         };
@@ -90,7 +98,7 @@ impl JsonCheck {
     }
 }
 
-/// Returns the content of the last block between ```json (or ```) and ```.
+/// Returns the content of a completion's last code block between ```json (or ```) and ```.
 fn fence(text: &str) -> Option<&str> {
     let end = text.rfind("```")?;
     let start = text[..end].rfind("```")?;

@@ -141,7 +141,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Splits a text at commas outside of brackets.
+/// Splits an answer at commas outside of brackets.
 fn at_commas(text: &str) -> Vec<&str> {
     let (mut depth, mut start, mut items) = (0i32, 0, Vec::new());
     for (at, c) in text.char_indices() {
@@ -222,7 +222,7 @@ fn close(left: f64, right: f64, tolerance: f64) -> bool {
     (left - right).abs() <= tolerance * left.abs().max(right.abs())
 }
 
-/// Removes markup that only affects typesetting, and a leading "x =".
+/// Removes LaTeX markup that only affects typesetting, and a leading "x =", from an answer.
 fn plain(text: &str) -> String {
     static TEXT: LazyLock<Regex> = LazyLock::new(|| {
         Regex::new(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}").expect("a constant pattern")

@@ -8,7 +8,7 @@ use crate::spec::SimilarityMetric;
 
 /// Maximum number of characters of a text that the similarity metrics compare. The rest of a longer text is ignored.
 const MAX_CHARS: usize = 50_000;
-/// Longest n-grams of BLEU and GLEU, in words.
+/// Length in words of the longest n-grams that BLEU and GLEU count.
 const MAX_ORDER: usize = 4;
 
 /// Returns the similarity of `input` to `reference` by one of the metrics, from 0 to 1.
@@ -32,7 +32,7 @@ fn words(text: &str) -> Vec<&str> {
     text.split_whitespace().collect()
 }
 
-/// Tokenizes as the Python package rouge-score does: lower case, letters and digits.
+/// Splits a text into words as the Python package rouge-score does: lower case, letters and digits.
 fn rouge_words(text: &str) -> Vec<String> {
     let lower = text.to_lowercase();
     let words = lower.split(|c: char| !c.is_alphanumeric());

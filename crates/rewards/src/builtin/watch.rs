@@ -80,7 +80,7 @@ pub(super) async fn judge(
             done = &mut grading => {
                 return done.map_err(|error| match error.try_into_panic() {
                     Ok(panic) => std::panic::resume_unwind(panic),
-                    Err(_) => too_slow(builtin, "the process is ending".to_owned()),
+                    Err(_) => too_slow(builtin, "the worker process is shutting down".to_owned()),
                 });
             }
             now = ticks.tick() => {
@@ -90,11 +90,12 @@ pub(super) async fn judge(
                 of_sample = if progress.graded.load(Ordering::Relaxed) == graded { of_sample + passed } else { Duration::ZERO };
                 graded = progress.graded.load(Ordering::Relaxed);
                 if of_sample > sample_limit {
-                    let detail = format!("grading one completion takes more than {} s", sample_limit.as_secs());
+                    let detail = format!("computing the reward of one completion takes more than {} s", sample_limit.as_secs());
                     return Err(too_slow(builtin, detail));
                 }
                 if of_batch > BATCH_LIMIT {
-                    let detail = format!("grading the completions of one request takes more than {} s", BATCH_LIMIT.as_secs());
+                    let limit_s = BATCH_LIMIT.as_secs();
+                    let detail = format!("computing the rewards of the completions of one rollout takes more than {limit_s} s");
                     return Err(too_slow(builtin, detail));
                 }
             }

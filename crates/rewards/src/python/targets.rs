@@ -11,13 +11,13 @@ use super::PythonError;
 pub struct Target {
     /// Path of the Python file; `None` for a module on Python's search path.
     pub file: Option<PathBuf>,
-    /// Name of the module, if there is no file.
+    /// Name of the Python module, if the target is not a file.
     pub module: Option<String>,
     /// Directory that Python searches first for the file's imports.
     pub folder: PathBuf,
     /// The target (file and functions) as the user wrote it.
     pub shown: String,
-    /// Names of the functions.
+    /// Names of the functions to serve.
     pub functions: Vec<String>,
     /// SHA-256 in hexadecimal that the Python file must have.
     pub sha256: Option<String>,
@@ -100,7 +100,7 @@ fn read_target(text: &str, directory: &Path) -> Result<Target, PythonError> {
             let folder = file.parent().and_then(|folder| folder.canonicalize().ok()).unwrap_or_default();
             Ok(Target { folder, shown: place.to_owned(), ..Target::of_file(&path, functions, None) })
         }
-        Ok(path) => invalid(format!("{} is a directory: must be a Python file", path.display())),
+        Ok(path) => invalid(format!("{} is a directory, but must be a Python file", path.display())),
         Err(error) => invalid(format!("{}: {error}", file.display())),
     }
 }

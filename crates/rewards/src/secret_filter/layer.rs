@@ -65,7 +65,7 @@ impl Layer {
 fn read_escape(text: &[u8], out: &mut Vec<u8>) -> Option<usize> {
     let mut push = |meant: u32| char::from_u32(meant).map(|meant| out.extend(meant.to_string().into_bytes()));
     match text {
-        // `+` is a space in form encoding.
+        // The character `+` stands for a space in form encoding.
         [b'+', ..] => push(0x20).map(|()| 1),
         [b'%', rest @ ..] | [b'\\', b'x', rest @ ..] => {
             out.push(u8::try_from(number(rest.get(..2)?, 16)?).ok()?);
@@ -104,7 +104,7 @@ fn read_escape(text: &[u8], out: &mut Vec<u8>) -> Option<usize> {
 }
 
 fn number(digits: &[u8], radix: u32) -> Option<u32> {
-    // `from_str_radix` accepts a sign, which an escape cannot have.
+    // A sign must be rejected here: `from_str_radix` accepts one, but an escape cannot have one.
     let digits = std::str::from_utf8(digits).ok().filter(|digits| digits.bytes().all(|b| b.is_ascii_hexdigit()))?;
     u32::from_str_radix(digits, radix).ok()
 }

@@ -120,7 +120,7 @@ fn list_in<'a>(value: &'a Value, field: &str) -> Result<&'a Vec<Value>, String> 
 }
 
 fn check_length(found: usize, samples: usize) -> Result<(), String> {
-    if found == samples { Ok(()) } else { Err(format!("{found} scores for {samples} samples")) }
+    if found == samples { Ok(()) } else { Err(format!("the answer has {found} scores for {samples} samples")) }
 }
 
 /// Sorts the answer's entries by their `index` into the order of the request. Servers sort them by score, or answer in the order
@@ -130,10 +130,12 @@ fn by_index(entries: &[Value], samples: usize) -> Result<Vec<&Value>, String> {
     let mut places: Vec<Option<&Value>> = vec![None; samples];
     for entry in entries {
         let index = entry.get("index").and_then(Value::as_u64).and_then(|index| usize::try_from(index).ok());
-        let index = index.ok_or("an entry has no 'index'")?;
-        let place = places.get_mut(index).ok_or_else(|| format!("index {index} for {samples} samples"))?;
+        let index = index.ok_or("an entry of the answer has no 'index'")?;
+        let place = places
+            .get_mut(index)
+            .ok_or_else(|| format!("the answer has the index {index}, but only {samples} samples were sent"))?;
         if place.replace(entry).is_some() {
-            return Err(format!("index {index} twice"));
+            return Err(format!("the answer has the index {index} twice"));
         }
     }
     // There are as many entries as samples and no index occurs twice, so every sample has an entry.
@@ -143,7 +145,7 @@ fn by_index(entries: &[Value], samples: usize) -> Result<Vec<&Value>, String> {
 /// Returns the score of the reward's label from a list `[{label, score}, …]` in any order. The other labels' scores become metrics.
 fn label_score(entries: &Value, wanted: Option<&str>) -> Found {
     let Some(entries) = entries.as_array() else {
-        return Found::Invalid(format!("the labels are {}, not a list", name(entries)));
+        return Found::Invalid(format!("the labels in the answer are {}, not a list", name(entries)));
     };
     let label_of = |entry: &Value| entry.get("label").and_then(Value::as_str).map(str::to_owned);
     let numbered = |wanted: &str| wanted.parse::<u32>().ok().map(|number| format!("LABEL_{number}"));

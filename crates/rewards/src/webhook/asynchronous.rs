@@ -80,16 +80,20 @@ impl Webhook {
     /// Resolves a status address, which may be relative to the service's URL, and checks it against the
     /// policy for outgoing addresses.
     fn status_address(&self, status_url: &str) -> Result<Url, String> {
-        let url = self.url.join(status_url).map_err(|why| format!("its status_url is not a URL ({why})"))?;
-        self.client.policy.check_url(url.as_str()).map_err(|why| format!("its status_url is refused: {why}"))
+        let url =
+            self.url.join(status_url).map_err(|why| format!("the status_url in the answer is not a URL ({why})"))?;
+        self.client
+            .policy
+            .check_url(url.as_str())
+            .map_err(|why| format!("the status_url in the answer is not permitted: {why}"))
     }
 
     /// Returns why the service cannot send results to this server by callback; `None` if it can.
     fn callback_obstacle(&self) -> Option<&'static str> {
         match self.journal.as_ref().and_then(|journal| journal.callbacks()) {
             Some(terms) if terms.public_url.is_some() => None,
-            Some(_) => Some("this server has no --public-url for callbacks"),
-            None => Some("a probe cannot receive callbacks"),
+            Some(_) => Some("the rlood server has no --public-url for callbacks"),
+            None => Some("a preflight or test cannot receive callbacks"),
         }
     }
 
@@ -122,7 +126,7 @@ impl Webhook {
         let (status, retry_after, body) = match self.send(&request, Some(url.clone())).await {
             Ok(answered) => answered,
             Err(failed) if failed.is_refused() => {
-                return StatusPoll::Odd(format!("its status_url is refused: {}", failed.why()));
+                return StatusPoll::Odd(format!("the status_url is not permitted: {}", failed.why()));
             }
             Err(_) => return StatusPoll::Pending(None),
         };
@@ -134,12 +138,12 @@ impl Webhook {
             200..=299 => match body.and_then(|body| read_status(&self.clean_status(body, id, ids), id, ids)) {
                 Ok(Some(chunk)) => StatusPoll::Results(chunk),
                 Ok(None) => StatusPoll::Pending(retry_after),
-                Err(why) => StatusPoll::Odd(format!("the answer of its status_url cannot be read: {why}")),
+                Err(why) => StatusPoll::Odd(format!("the answer of the status_url cannot be read: {why}")),
             },
-            404 | 410 => StatusPoll::Lost(format!("its status_url answered {status}")),
+            404 | 410 => StatusPoll::Lost(format!("the status_url answered {status}")),
             408 | 425 | 429 | 500..=599 => StatusPoll::Pending(retry_after),
-            300..=399 => StatusPoll::Odd(format!("its status_url answered {status}: redirects are not followed")),
-            _ => StatusPoll::Odd(format!("its status_url answered {}", StatusCode::as_str(&status))),
+            300..=399 => StatusPoll::Odd(format!("the status_url answered {status}: redirects are not followed")),
+            _ => StatusPoll::Odd(format!("the status_url answered {}", StatusCode::as_str(&status))),
         }
     }
 
@@ -157,7 +161,7 @@ fn read_status(body: &[u8], id: &str, ids: &[&str]) -> Result<Option<Chunk>, Str
         && other.starts_with("rwr_")
         && other != id
     {
-        return Err("its 'id' is that of another request".to_owned());
+        return Err("the 'id' in the answer is that of another request".to_owned());
     }
     if let Some(results) = value.get("results").filter(|results| !results.is_null()) {
         let Value::Array(results) = results else {

@@ -40,9 +40,9 @@ pub(super) enum Delivered {
     Unusable(String),
     /// An error status that a retry would not change.
     Permanent(String),
-    /// 413: the request is too large.
+    /// The service answered 413: the request is too large.
     TooLarge,
-    /// 202: the service will answer later.
+    /// The service answered 202: it accepted the request and will send the results later.
     Accepted(Accepted),
 }
 

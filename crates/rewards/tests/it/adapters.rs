@@ -257,7 +257,7 @@ async fn tei_rerank_asks_prompt_by_prompt_and_reads_by_index() {
     );
     for (ranks, complaint) in [
         (json!([{"index": 0, "score": 1.0}, {"index": 0, "score": 2.0}]), "index 0 twice"),
-        (json!([{"index": 0, "score": 1.0}, {"index": 7, "score": 2.0}]), "index 7 for 2"),
+        (json!([{"index": 0, "score": 1.0}, {"index": 7, "score": 2.0}]), "the index 7, but only 2"),
         (json!([{"score": 1.0}, {"index": 1, "score": 2.0}]), "no 'index'"),
     ] {
         let wrong = Service::start(move |_, _| ok(&ranks)).await;

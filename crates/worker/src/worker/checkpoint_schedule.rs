@@ -96,11 +96,11 @@ mod tests {
         assert!(schedule.is_due(begun + seconds(1), false) && schedule.is_temporary());
         schedule.published(begun + seconds(1));
         assert!(!schedule.is_due(begun + Duration::from_millis(1900), false) && !schedule.is_temporary());
-        // After an hour, up to an eighth of it may be lost, instead of a second.
+        // When the attempt has run for an hour, checkpoints are less frequent, because up to 1/8 of an hour may be lost.
         schedule.published(begun + seconds(3600));
         assert!(!schedule.is_due(begun + seconds(3600 + 400), false));
         assert!(schedule.is_due(begun + seconds(3600 + 520), false));
-        // If a checkpoint takes 3 s, there is at most one per minute.
+        // If writing a checkpoint takes 3 s, there is at most one per minute (1/20 of the time).
         let mut schedule = CheckpointSchedule::new(begun, None, true);
         assert!(schedule.is_due(begun + seconds(1), false));
         schedule.published(begun + seconds(4));

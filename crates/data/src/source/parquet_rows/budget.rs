@@ -18,10 +18,10 @@ const COLUMN_BYTES: u64 = 4 << 10;
 /// The reason why a page would need too much memory; passed through the error type of the crate `parquet`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TooLarge {
-    /// A single page is too large.
+    /// A single page or dictionary of a parquet file is too large.
     #[error("the column '{column}' has a {what} of {bytes} bytes, at most 64 MiB are read: {advice}")]
     Page { column: String, what: &'static str, bytes: u64, advice: &'static str },
-    /// All columns together need too much memory.
+    /// The columns of a row group together need too much memory.
     #[error(
         "its columns need {bytes} bytes of memory at once, at most 224 MiB are used (the last of them: '{column}'): write the file with smaller pages, or leave columns out with map.drop or map.keep"
     )]
@@ -50,9 +50,9 @@ struct Column {
     dictionary: u64,
     /// Bytes of the pages that contain the rows read ahead.
     pages: u64,
-    /// Bytes of the last of these pages, in which the next batch begins.
+    /// Bytes of the last page, in which the next batch of rows begins.
     last: u64,
-    /// Bytes of the longest value in these pages, and in the last of them.
+    /// Bytes of the longest value in the pages with the rows read ahead, and in the last of these pages.
     longest: u64,
     last_longest: u64,
     /// Number of the batch of rows in which the column's last page was read.

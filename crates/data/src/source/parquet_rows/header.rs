@@ -15,9 +15,9 @@ const MAX_DEPTH: usize = 8;
 pub struct Header {
     /// The page type: 0 = data, 1 = index, 2 = dictionary, 3 = data of version 2.
     pub kind: i64,
-    /// Bytes of the page after unpacking.
+    /// Size of the page in bytes after unpacking.
     pub unpacked_bytes: i64,
-    /// Bytes of the page in the file.
+    /// Size of the page in bytes in the file, packed.
     pub packed_bytes: i64,
     /// The fields of the header part that is specific to the page type, by Thrift field number; booleans are 0 and 1.
     fields: [Option<i64>; 8],
@@ -89,7 +89,7 @@ impl<R: Read> Input<R> {
                 return Ok(value);
             }
         }
-        Err(broken("a number is too long"))
+        Err(broken("a number has too many bytes"))
     }
 
     fn number(&mut self) -> Result<i64, ParquetError> {

@@ -157,7 +157,7 @@ impl Parser<'_> {
             } else if self.consume(&["/", "\\div", "÷"]) {
                 left = binary(Operation::Divide, left, self.signed()?);
             } else if self.next().is_some_and(|c| c.is_ascii_alphabetic() || matches!(c, '(' | '\\' | '√' | 'π')) {
-                // Implicit multiplication: 2x, 2(x + 1), 2\sqrt{3}.
+                // Parses multiplication without a sign: 2x, 2(x + 1), 2\sqrt{3}.
                 left = binary(Operation::Multiply, left, self.power()?);
             } else {
                 return Some(left);

@@ -90,7 +90,9 @@ impl Dialect for HttpTemplate {
         };
         let entries =
             answer.pointer(before).ok_or_else(|| format!("the answer has no value at the JSON pointer '{before}'"))?;
-        let entries = entries.as_array().ok_or_else(|| format!("'{before}' is {}, not a list", name(entries)))?;
+        let entries = entries
+            .as_array()
+            .ok_or_else(|| format!("the answer's value at '{before}' is {}, not a list", name(entries)))?;
         check_length(entries.len(), samples.len())?;
         let reward = |entry: &Value| match entry.pointer(after) {
             Some(value) => number(value),

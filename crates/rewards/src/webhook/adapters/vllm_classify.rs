@@ -50,7 +50,13 @@ impl Dialect for VllmClassify {
 
 /// Parses the plan's label as a number, because vLLM names only the most likely label and lists the others' scores by number.
 pub(super) fn label_number(label: Option<&str>) -> Result<Option<usize>, String> {
-    label.map(|label| label.parse().map_err(|_| format!("'label' must be a number here, not '{label}'"))).transpose()
+    label
+        .map(|label| {
+            label
+                .parse()
+                .map_err(|_| format!("'label' must be a number for rewards of type vllm_classify, not '{label}'"))
+        })
+        .transpose()
 }
 
 /// Returns the score of a label by its number, or the only score if the model has one label.

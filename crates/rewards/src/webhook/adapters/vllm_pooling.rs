@@ -49,7 +49,9 @@ impl Dialect for VllmPooling {
 /// Returns the last number of a list that may contain lists.
 fn last(data: &Value) -> Found {
     match data {
-        Value::Array(values) => values.last().map_or_else(|| Found::Invalid("'data' is empty".to_owned()), last),
+        Value::Array(values) => {
+            values.last().map_or_else(|| Found::Invalid("the answer's 'data' is empty".to_owned()), last)
+        }
         value => number(value),
     }
 }
