@@ -16,7 +16,7 @@ MESSAGE = re.compile(r'"((?:[^"\\]|\\.)*)"')
 def files(*patterns):
     """The repository's files that match, without other people's."""
     names = subprocess.run(["git", "ls-files", *patterns], capture_output=True, text=True, check=True).stdout.split("\n")
-    return [name for name in names if name and not re.search(r"vendor/|fixtures/|/tests/|tests\.rs$", name)]
+    return [name for name in names if name and not re.search(r"vendor/|fixtures/|/tests/|tests\.rs$|test-support/", name)]
 
 
 def comments(name):
@@ -39,7 +39,7 @@ def messages(name):
         text = re.sub(r"\\\n\s*", "", text)
         if re.search(r"^[,)]|\n|=>|class=|\$\{|\|\|", text) or (name.startswith("web/") and not re.match(r"[A-Z]|.*[.,:?]", text)):
             continue
-        if len(text.split()) >= 3 and not re.match(r"(SELECT|INSERT|UPDATE|DELETE|CREATE) ", text):
+        if len(re.findall(r"(?<!\S)[A-Za-z]{2,}", text)) >= 3 and not re.match(r"(SELECT|INSERT|UPDATE|DELETE|CREATE) ", text):
             yield text
 
 
