@@ -12,7 +12,7 @@ Time = str
 
 
 class FileEntry(TypedDict):
-    """A file of a checkpoint."""
+    """A file with its size and hash."""
 
     name: str
     sha256: str
@@ -24,7 +24,7 @@ JobId = str
 
 
 class Checkpoint(TypedDict):
-    """A published checkpoint."""
+    """A checkpoint that a job has published."""
 
     best: bool
     created_at: Time
@@ -49,7 +49,7 @@ class _DatasetRequired(TypedDict):
 
 
 class Dataset(_DatasetRequired, total=False):
-    """A dataset."""
+    """A dataset of prompts."""
 
     name: Optional[str]
     origin: Optional[Dict[str, Any]]
@@ -58,7 +58,7 @@ Unique = Union[str, List[str]]
 
 
 class DatasetMap(TypedDict, total=False):
-    """What a row becomes."""
+    """Mapping of a row."""
 
     chat: Optional[bool]
     columns: Dict[str, str]
@@ -85,7 +85,7 @@ ExportDtype = Literal["float32", "float16", "bfloat16"]
 
 
 class ExportError(TypedDict):
-    """Why there is no export."""
+    """Why an export failed."""
 
     code: str
     message: str
@@ -96,7 +96,7 @@ ExportId = str
 
 
 class TaskProgress(TypedDict):
-    """How far a task is."""
+    """Progress of a verdict or an export."""
 
     done: int
     total: int
@@ -105,7 +105,7 @@ TaskState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 
 class Survived(TypedDict):
-    """What of an adapter's update survives the rounding to the dtype."""
+    """How much of an adapter's update survives rounding to the export's data type."""
 
     cosine: float
     fraction: float
@@ -124,7 +124,7 @@ class _ExportRequired(TypedDict):
 
 
 class Export(_ExportRequired, total=False):
-    """A checkpoint in another form."""
+    """A checkpoint converted to another format."""
 
     advice: Optional[str]
     dtype: Optional[ExportDtype]
@@ -141,7 +141,7 @@ class _ExportRequestRequired(TypedDict):
 
 
 class ExportRequest(_ExportRequestRequired, total=False):
-    """An export, as asked for."""
+    """A request for an export."""
 
     dtype: Optional[ExportDtype]
 
@@ -152,7 +152,7 @@ class GenerationRequestPrompt2Item(TypedDict):
 
 
 class GenerationRequestSampling(TypedDict, total=False):
-    """What differs from the job's own; temperature 0 = greedy."""
+    """Sampling settings that differ from the job's; temperature 0 = greedy."""
 
     chat_template_kwargs: Dict[str, Any]
     max_completion_length: int
@@ -178,7 +178,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class GeneratedText(TypedDict):
-    """One completion."""
+    """A completion that a model generated."""
 
     completion: str
     finish_reason: FinishReason
@@ -193,7 +193,7 @@ class RenderedPrompt(TypedDict):
 
 
 class SamplingPlan(TypedDict):
-    """Rollouts."""
+    """Sampling settings of the rollouts."""
 
     chat_template_kwargs: Dict[str, Any]
     max_completion_length: int
@@ -208,7 +208,7 @@ Weights = Literal["adapter", "model"]
 
 
 class GenerationResult(TypedDict):
-    """Completions of the base model and of a checkpoint, to the same prompt, with the same random numbers."""
+    """Completions of the base model and of a checkpoint for the same prompt, sampled with the same seed."""
 
     base: List[GeneratedText]
     checkpoint_id: CheckpointId
@@ -249,7 +249,7 @@ class _ObservationRequired(TypedDict):
 
 
 class Observation(_ObservationRequired, total=False):
-    """One number that speaks for an alert."""
+    """A measured value that supports an alert."""
 
     limit: Optional[float]
 
@@ -287,7 +287,7 @@ class _JobAlertRequired(TypedDict):
 
 
 class JobAlert(_JobAlertRequired, total=False):
-    """An alert of a job, one episode."""
+    """One episode of an alert of a job."""
 
     ends: List[AttemptEnd]
     cleared_step: Optional[int]
@@ -328,7 +328,7 @@ class _FailureRequired(_FailureRequiredFields):
 
 
 class Failure(_FailureRequired, total=False):
-    """Why a job failed, and what to do."""
+    """Why a job failed, and how to fix it."""
 
     phase: Optional[Phase]
     step: Optional[int]
@@ -342,7 +342,7 @@ TieRule = Literal["std", "equal"]
 
 
 class Arithmetic(TypedDict, total=False):
-    """The rules that decide the bits of a run; absent = those of rlood 0.1."""
+    """The rules that decide the exact bits of a run; absent = those of rlood 0.1."""
 
     split: SplitRule
     sums: SumOrder
@@ -356,7 +356,7 @@ class _CheckpointPlanRequired(TypedDict):
 
 
 class CheckpointPlan(_CheckpointPlanRequired, total=False):
-    """When to save and what to keep."""
+    """When checkpoints are saved and which ones are kept."""
 
     every_seconds: Optional[int]
     greater_is_better: Optional[bool]
@@ -378,7 +378,7 @@ class _DatasetPlanRequired(TypedDict):
 
 
 class DatasetPlan(_DatasetPlanRequired, total=False):
-    """A dataset and which of its columns matter."""
+    """A dataset and the sources of its rows."""
 
     sources: List[SourcePlan]
 
@@ -388,7 +388,7 @@ class _RulePlanRequired(TypedDict):
 
 
 class RulePlan(_RulePlanRequired, total=False):
-    """One rule's own settings."""
+    """Settings of one alert rule."""
 
     on_alert: Optional[OnAlert]
 
@@ -398,13 +398,13 @@ class _DoctorPlanRequired(TypedDict):
 
 
 class DoctorPlan(_DoctorPlanRequired, total=False):
-    """What alerts do."""
+    """Which alert rules are on, and what happens on an alert."""
 
     rules: Dict[str, RulePlan]
 
 
 class EarlyStoppingPlan(TypedDict):
-    """Ends a run that does not get better."""
+    """Early stopping: ends a run that no longer improves."""
 
     greater_is_better: bool
     metric: str
@@ -420,7 +420,7 @@ class _GuardPlanRequired(TypedDict):
 
 
 class GuardPlan(_GuardPlanRequired, total=False):
-    """Prompts on which the trained model must not be worse than the base model."""
+    """A guard set: prompts on which the trained model must not be worse than the base model."""
 
     rewards: Optional[List[RewardPlan]]
 
@@ -434,7 +434,7 @@ class _EvalPlanRequired(TypedDict):
 
 
 class EvalPlan(_EvalPlanRequired, total=False):
-    """Evaluation on prompts of its own, or on rows held out of the training dataset."""
+    """Evaluation, either on a separate dataset or on rows held out of the training dataset."""
 
     auto_verdict: bool
     fraction: Optional[float]
@@ -459,14 +459,14 @@ class _LoraPlanRequired(TypedDict):
 
 
 class LoraPlan(_LoraPlanRequired, total=False):
-    """The adapter."""
+    """The LoRA adapter that is trained."""
 
     alpha_pattern: Dict[str, float]
     rank_pattern: Dict[str, int]
 
 
 class ModelPlan(TypedDict):
-    """The base model."""
+    """The base model of a job."""
 
     id: str
     sha256: str
@@ -488,7 +488,7 @@ class _OptimizerPlanRequired(TypedDict):
 
 
 class OptimizerPlan(_OptimizerPlanRequired, total=False):
-    """AdamW and its schedule."""
+    """Settings of AdamW and of the learning-rate schedule."""
 
     kind: OptimizerKind
 
@@ -518,7 +518,7 @@ class _RlooPlanRequired(TypedDict):
 
 
 class RlooPlan(_RlooPlanRequired, total=False):
-    """The algorithm (`rloo.md`)."""
+    """Settings of the algorithm (see `rloo.md`)."""
 
     drop_tied_groups: bool
     estimator: Estimator
@@ -546,7 +546,7 @@ class _TotalsRequired(TypedDict):
 
 
 class Totals(_TotalsRequired, total=False):
-    """The arithmetic of a run, echoed so that nobody is surprised."""
+    """Amounts that follow from a job's settings, such as steps and completions."""
 
     greedy_completions: int
     max_refill_completions: int
@@ -562,7 +562,7 @@ class _TrainingPlanRequired(TypedDict):
 
 
 class TrainingPlan(_TrainingPlanRequired, total=False):
-    """Batches, length, seed."""
+    """Batch sizes, number of steps, seed and precision."""
 
     dtype: ComputeDtype
     gradient_checkpointing: bool
@@ -573,7 +573,7 @@ AdapterId = str
 
 
 class AdapterPlan(TypedDict, total=False):
-    """A PEFT adapter from elsewhere."""
+    """A PEFT adapter that was not trained on this server."""
 
     hub: Optional[str]
     revision: Optional[str]
@@ -587,7 +587,7 @@ class _WarmStartPlanRequired(TypedDict):
 
 
 class WarmStartPlan(_WarmStartPlanRequired, total=False):
-    """Where a run's weights come from, and what its KL penalty holds on to."""
+    """The weights that a run starts from, and the reference of its KL penalty."""
 
     adapter: Optional[AdapterPlan]
     checkpoint: Optional[CheckpointId]
@@ -604,7 +604,7 @@ class _WarmUpPlanRequired(TypedDict):
 
 
 class WarmUpPlan(_WarmUpPlanRequired, total=False):
-    """Supervised steps before RLOO's first one."""
+    """Supervised steps before the first RLOO step."""
 
     longest_row_tokens: Optional[int]
 
@@ -623,7 +623,7 @@ class _PlanRequired(TypedDict):
 
 
 class Plan(_PlanRequired, total=False):
-    """Everything a run needs to know, with no default left open."""
+    """The resolved settings of a job."""
 
     arithmetic: Arithmetic
     doctor: DoctorPlan
@@ -651,7 +651,7 @@ PhaseChangeFields = TypedDict("PhaseChangeFields", {"from": "Optional[TrainingPh
 
 
 class PhaseChange(PhaseChangeFields, total=False):
-    """The run entered a phase."""
+    """A change of the training phase."""
 
     pass
 
@@ -672,7 +672,7 @@ class _JobRequired(TypedDict):
 
 
 class Job(_JobRequired, total=False):
-    """A job."""
+    """A training job and its progress."""
 
     device: Optional[str]
     ending: Optional[JobEnding]
@@ -690,7 +690,7 @@ class Job(_JobRequired, total=False):
 
 
 class JobSpecCheckpoints(TypedDict, total=False):
-    """When to save and what to keep."""
+    """When checkpoints are saved and which ones are kept."""
 
     every_seconds: Optional[int]
     every_steps: int
@@ -737,7 +737,7 @@ class JobSpecDoctorRulesAdapterUnchanged1(TypedDict, total=False):
 
 
 class JobSpecDoctorRules(TypedDict, total=False):
-    """Rules that differ, by name; false switches one off."""
+    """Rules with settings of their own, by rule name; false turns a rule off."""
 
     adapter_unchanged: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     cold_start: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
@@ -754,14 +754,14 @@ class JobSpecDoctorRules(TypedDict, total=False):
 
 
 class JobSpecDoctor(TypedDict, total=False):
-    """What the doctor's alerts do."""
+    """Alert rules, and what happens on an alert."""
 
     on_alert: Literal["note", "pause", "stop"]
     rules: JobSpecDoctorRules
 
 
 class JobSpecEarlyStopping(TypedDict, total=False):
-    """Ends a run that does not get better, as succeeded; its best checkpoint is its result."""
+    """Ends a run that no longer improves."""
 
     greater_is_better: bool
     metric: str
@@ -777,7 +777,7 @@ class _WebhookRewardSpecRequired(TypedDict):
 
 
 class WebhookRewardSpec(_WebhookRewardSpecRequired, total=False):
-    """A reward service that speaks contract v1."""
+    """A reward service that implements rlood's own request format (reward contract v1)."""
 
     applies_to: List[str]
     cache: bool
@@ -809,7 +809,7 @@ class _OpenrlhfRewardSpecRequired(TypedDict):
 
 
 class OpenrlhfRewardSpec(_OpenrlhfRewardSpecRequired, total=False):
-    """OpenRLHF's `{query, prompts, labels}`."""
+    """Request format of OpenRLHF: `{query, prompts, labels}`."""
 
     applies_to: List[str]
     cache: bool
@@ -839,7 +839,7 @@ class _SlimeRewardSpecRequired(TypedDict):
 
 
 class SlimeRewardSpec(_SlimeRewardSpecRequired, total=False):
-    """slime's `{prompt, response, label}`, one sample a request."""
+    """Request format of slime: `{prompt, response, label}`, one sample per request."""
 
     applies_to: List[str]
     cache: bool
@@ -869,7 +869,7 @@ class _LlamafactoryRewardSpecRequired(TypedDict):
 
 
 class LlamafactoryRewardSpec(_LlamafactoryRewardSpecRequired, total=False):
-    """A server that gives one score a text."""
+    """A server that returns one score per text."""
 
     applies_to: List[str]
     cache: bool
@@ -900,7 +900,7 @@ class _TeiPredictRewardSpecRequired(TypedDict):
 
 
 class TeiPredictRewardSpec(_TeiPredictRewardSpecRequired, total=False):
-    """A server that gives one score a label."""
+    """A server that returns one score per label."""
 
     applies_to: List[str]
     cache: bool
@@ -932,7 +932,7 @@ class _TeiRerankRewardSpecRequired(TypedDict):
 
 
 class TeiRerankRewardSpec(_TeiRerankRewardSpecRequired, total=False):
-    """A server that says how well a text answers a query."""
+    """A server that scores how well a text answers a query."""
 
     applies_to: List[str]
     cache: bool
@@ -964,7 +964,7 @@ class _VllmClassifyRewardSpecRequired(TypedDict):
 
 
 class VllmClassifyRewardSpec(_VllmClassifyRewardSpecRequired, total=False):
-    """A server that gives one score a label."""
+    """A server that returns one score per label."""
 
     applies_to: List[str]
     cache: bool
@@ -996,7 +996,7 @@ class _VllmScoreRewardSpecRequired(TypedDict):
 
 
 class VllmScoreRewardSpec(_VllmScoreRewardSpecRequired, total=False):
-    """A server that says how well a text answers a query."""
+    """A server that scores how well a text answers a query."""
 
     applies_to: List[str]
     cache: bool
@@ -1028,7 +1028,7 @@ class _VllmPoolingRewardSpecRequired(TypedDict):
 
 
 class VllmPoolingRewardSpec(_VllmPoolingRewardSpecRequired, total=False):
-    """vLLM's `/pooling`."""
+    """Request format of vLLM's `/pooling` endpoint."""
 
     applies_to: List[str]
     cache: bool
@@ -1060,7 +1060,7 @@ class _SglangClassifyRewardSpecRequired(TypedDict):
 
 
 class SglangClassifyRewardSpec(_SglangClassifyRewardSpecRequired, total=False):
-    """A server that gives one score a label."""
+    """A server that returns one score per label."""
 
     applies_to: List[str]
     cache: bool
@@ -1092,7 +1092,7 @@ class _HfTextClassificationRewardSpecRequired(TypedDict):
 
 
 class HfTextClassificationRewardSpec(_HfTextClassificationRewardSpecRequired, total=False):
-    """A server that gives one score a label."""
+    """A server that returns one score per label."""
 
     applies_to: List[str]
     cache: bool
@@ -1126,7 +1126,7 @@ class _OpenaiJudgeRewardSpecRequired(TypedDict):
 
 
 class OpenaiJudgeRewardSpec(_OpenaiJudgeRewardSpecRequired, total=False):
-    """A language model that marks by a rubric, one sample a request."""
+    """A language model that scores by a rubric, one sample per request."""
 
     applies_to: List[str]
     cache: bool
@@ -1162,7 +1162,7 @@ class _HttpTemplateRewardSpecRequired(TypedDict):
 
 
 class HttpTemplateRewardSpec(_HttpTemplateRewardSpecRequired, total=False):
-    """Any JSON over HTTP."""
+    """A reward from any JSON API over HTTP."""
 
     applies_to: List[str]
     batch: bool
@@ -1192,7 +1192,7 @@ class _LengthRewardSpecRequired(TypedDict):
 
 
 class LengthRewardSpec(_LengthRewardSpecRequired, total=False):
-    """Band of lengths: 1 inside, `below` and `above` outside, in between over `soft_margin`; a bonus for a sentence's end."""
+    """Length reward: 1 within the limits, `below` and `above` outside, with a linear transition over `soft_margin`, plus a bonus for ending a sentence."""
 
     above: float
     applies_to: List[str]
@@ -1214,7 +1214,7 @@ class _ExactMatchRewardSpecRequired(TypedDict):
 
 
 class ExactMatchRewardSpec(_ExactMatchRewardSpecRequired, total=False):
-    """Compare with a column."""
+    """Comparison of the completion with a column."""
 
     applies_to: List[str]
     blank_reference: Literal["not_applicable", "compare"]
@@ -1230,7 +1230,7 @@ class _ContainsRewardSpecRequired(TypedDict):
 
 
 class ContainsRewardSpec(_ContainsRewardSpecRequired, total=False):
-    """Search for text."""
+    """Search for a text in the completion."""
 
     applies_to: List[str]
     column: Optional[str]
@@ -1248,7 +1248,7 @@ class _NumberMatchRewardSpecRequired(TypedDict):
 
 
 class NumberMatchRewardSpec(_NumberMatchRewardSpecRequired, total=False):
-    """Compare the last number."""
+    """Comparison of the completion's last number with a column."""
 
     applies_to: List[str]
     blank_reference: Literal["not_applicable", "compare"]
@@ -1265,62 +1265,12 @@ class _RegexRewardSpecRequired(TypedDict):
 
 
 class RegexRewardSpec(_RegexRewardSpecRequired, total=False):
-    """Search for a pattern (Rust's regex syntax: linear time)."""
+    """Search for a pattern in the completion (Rust regex syntax, linear time)."""
 
     applies_to: List[str]
     max_abs_reward: float
     name: str
     required: bool
-    weight: float
-
-RewardTextFormat = Literal["auto", "chat", "text", "pair"]
-
-
-class _RewardModelRewardSpecRequired(TypedDict):
-    model: str
-    type: Literal["reward_model"]
-
-
-class RewardModelRewardSpec(_RewardModelRewardSpecRequired, total=False):
-    """A registered sequence-classification model, run by the worker."""
-
-    applies_to: List[str]
-    dtype: ComputeDtype
-    format: RewardTextFormat
-    label: Optional[str]
-    max_abs_reward: float
-    max_length: Optional[int]
-    name: str
-    required: bool
-    weight: float
-
-
-class _PythonRewardSpecRequired(TypedDict):
-    file: str
-    function: str
-    type: Literal["python"]
-
-
-class PythonRewardSpec(_PythonRewardSpecRequired, total=False):
-    """A Python function that the worker runs in a process of its own."""
-
-    applies_to: List[str]
-    cache: bool
-    deadline_ms: int
-    max_abs_reward: float
-    max_batch_bytes: int
-    max_batch_samples: int
-    max_concurrency: int
-    max_invalid_fraction: float
-    max_invalid_tries: int
-    max_outage_s: int
-    max_tries: int
-    min_valid_per_group: int
-    name: str
-    on_invalid: OnInvalid
-    processes: int
-    required: bool
-    timeout_ms: int
     weight: float
 
 StringOperation = Literal["eq", "ne", "like", "ilike"]
@@ -1333,7 +1283,7 @@ class _StringCheckRewardSpecRequired(TypedDict):
 
 
 class StringCheckRewardSpec(_StringCheckRewardSpecRequired, total=False):
-    """Compare two texts, as OpenAI's `string_check` grader does."""
+    """Comparison of two texts, as in OpenAI's `string_check` grader."""
 
     applies_to: List[str]
     blank_reference: Literal["not_applicable", "compare"]
@@ -1363,7 +1313,7 @@ class _TextSimilarityRewardSpecRequired(TypedDict):
 
 
 class TextSimilarityRewardSpec(_TextSimilarityRewardSpecRequired, total=False):
-    """How alike two texts are, as OpenAI's `text_similarity` grader says it."""
+    """Similarity of two texts, as in OpenAI's `text_similarity` grader."""
 
     applies_to: List[str]
     blank_reference: Literal["not_applicable", "compare"]
@@ -1382,7 +1332,7 @@ class _MathEqualRewardSpecRequired(TypedDict):
 
 
 class MathEqualRewardSpec(_MathEqualRewardSpecRequired, total=False):
-    """Compare a final answer as mathematics."""
+    """Comparison of final answers as mathematical expressions."""
 
     answer: AnswerPlace
     applies_to: List[str]
@@ -1399,7 +1349,7 @@ class _JsonSchemaRewardSpecRequired(TypedDict):
 
 
 class JsonSchemaRewardSpec(_JsonSchemaRewardSpecRequired, total=False):
-    """JSON that a schema accepts."""
+    """JSON that conforms to a schema."""
 
     applies_to: List[str]
     column: Optional[str]
@@ -1416,7 +1366,7 @@ class _RepetitionRewardSpecRequired(TypedDict):
 
 
 class RepetitionRewardSpec(_RepetitionRewardSpecRequired, total=False):
-    """Penalise repeated n-grams (Yeo et al."""
+    """Penalty for repeated n-grams (Yeo et al."""
 
     applies_to: List[str]
     max_abs_reward: float
@@ -1434,7 +1384,7 @@ class _SoftOverlongRewardSpecRequired(TypedDict):
 
 
 class SoftOverlongRewardSpec(_SoftOverlongRewardSpecRequired, total=False):
-    """Length punishment of DAPO (arXiv 2503.14476, equation 13)."""
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13)."""
 
     applies_to: List[str]
     max_abs_reward: float
@@ -1448,7 +1398,7 @@ class _FormatRewardSpecRequired(TypedDict):
 
 
 class FormatRewardSpec(_FormatRewardSpecRequired, total=False):
-    """Tags that a completion is laid out in."""
+    """Tags that structure a completion."""
 
     applies_to: List[str]
     first_tag_open: bool
@@ -1468,12 +1418,62 @@ class _MultiRewardSpecRequired(TypedDict):
 
 
 class MultiRewardSpec(_MultiRewardSpecRequired, total=False):
-    """A formula over built-in rewards, as OpenAI's `multi` grader has it."""
+    """A formula over built-in rewards, as in OpenAI's `multi` grader."""
 
     applies_to: List[str]
     max_abs_reward: float
     name: str
     required: bool
+    weight: float
+
+RewardTextFormat = Literal["auto", "chat", "text", "pair"]
+
+
+class _RewardModelRewardSpecRequired(TypedDict):
+    model: str
+    type: Literal["reward_model"]
+
+
+class RewardModelRewardSpec(_RewardModelRewardSpecRequired, total=False):
+    """A registered sequence-classification model that the worker runs."""
+
+    applies_to: List[str]
+    dtype: ComputeDtype
+    format: RewardTextFormat
+    label: Optional[str]
+    max_abs_reward: float
+    max_length: Optional[int]
+    name: str
+    required: bool
+    weight: float
+
+
+class _PythonRewardSpecRequired(TypedDict):
+    file: str
+    function: str
+    type: Literal["python"]
+
+
+class PythonRewardSpec(_PythonRewardSpecRequired, total=False):
+    """A Python function that the worker runs in a separate process."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    name: str
+    on_invalid: OnInvalid
+    processes: int
+    required: bool
+    timeout_ms: int
     weight: float
 
 RewardSpec = Union[
@@ -1495,8 +1495,6 @@ RewardSpec = Union[
     ContainsRewardSpec,
     NumberMatchRewardSpec,
     RegexRewardSpec,
-    RewardModelRewardSpec,
-    PythonRewardSpec,
     StringCheckRewardSpec,
     TextSimilarityRewardSpec,
     MathEqualRewardSpec,
@@ -1505,6 +1503,8 @@ RewardSpec = Union[
     SoftOverlongRewardSpec,
     FormatRewardSpec,
     MultiRewardSpec,
+    RewardModelRewardSpec,
+    PythonRewardSpec,
 ]
 
 
@@ -1513,14 +1513,14 @@ class _JobSpecEvalGuardRequired(TypedDict):
 
 
 class JobSpecEvalGuard(_JobSpecEvalGuardRequired, total=False):
-    """Prompts on which training must not make the model worse: the verdict looks at them."""
+    """A guard set: prompts on which training must not make the model worse."""
 
     margin: float
     rewards: List[RewardSpec]
 
 
 class JobSpecEval(TypedDict, total=False):
-    """Evaluation on prompts of its own, or on held-out rows; by the job's rewards or by its own."""
+    """Evaluation on a separate dataset or on held-out rows, with the job's rewards or with separate ones."""
 
     auto_verdict: bool
     before_start: bool
@@ -1540,7 +1540,7 @@ class JobSpecEval(TypedDict, total=False):
 
 
 class JobSpecLora(TypedDict, total=False):
-    """The adapter."""
+    """The LoRA adapter."""
 
     alpha: float
     dropout: float
@@ -1629,7 +1629,7 @@ class _JobSpecWarmStartRequired(TypedDict):
 
 
 class JobSpecWarmStart(_JobSpecWarmStartRequired, total=False):
-    """Begin with the weights of a checkpoint or of an adapter, fresh optimizer and step 0."""
+    """Starts from the weights of a checkpoint or an adapter, with a fresh optimizer at step 0."""
 
     adapter: Union[JobSpecWarmStartAdapter1, JobSpecWarmStartAdapter2, JobSpecWarmStartAdapter3]
     checkpoint: str
@@ -1641,7 +1641,7 @@ class _JobSpecWarmUpRequired(TypedDict):
 
 
 class JobSpecWarmUp(_JobSpecWarmUpRequired, total=False):
-    """Steps of supervised training before RLOO's first step: cross-entropy on the final assistant turn of each row, on the same adapter or weights."""
+    """Supervised training steps before the first RLOO step: cross-entropy on the final assistant turn of each row, with the same adapter or weights."""
 
     batch_size: int
     learning_rate: float
@@ -1691,7 +1691,7 @@ class _ModelCardRequired(TypedDict):
 
 
 class ModelCard(_ModelCardRequired, total=False):
-    """What is known of a model."""
+    """Properties of a model."""
 
     labels: List[str]
     task: ModelTask
@@ -1707,7 +1707,7 @@ class _ModelRequired(TypedDict):
 
 
 class Model(_ModelRequired, total=False):
-    """A registered model."""
+    """A model that jobs can use."""
 
     bytes_done: Optional[int]
     bytes_per_second: Optional[float]
@@ -1721,7 +1721,7 @@ class Model(_ModelRequired, total=False):
 
 
 class ProblemItem(TypedDict):
-    """One thing that is wrong in a request."""
+    """One error in a request."""
 
     code: str
     detail: str
@@ -1729,7 +1729,7 @@ class ProblemItem(TypedDict):
 
 
 class Problem(TypedDict):
-    """The body of every error: `application/problem+json` (RFC 9457)."""
+    """The body of every error response: `application/problem+json` (RFC 9457)."""
 
     code: str
     detail: str
@@ -1756,7 +1756,7 @@ class _SampleRequired(TypedDict):
 
 
 class Sample(_SampleRequired, total=False):
-    """One completion with everything that is known of it."""
+    """One completion with its rewards and its advantage."""
 
     advantage: Optional[float]
     kl: Optional[float]
@@ -1768,7 +1768,7 @@ class _CheckpointsRequired(TypedDict):
 
 
 class Checkpoints(_CheckpointsRequired, total=False):
-    """What can be downloaded."""
+    """Checkpoints that can be downloaded."""
 
     best: Optional[Marked]
     last: Optional[Marked]
@@ -1779,14 +1779,14 @@ class _DurationsRequired(TypedDict):
 
 
 class Durations(_DurationsRequired, total=False):
-    """How long it took, in seconds."""
+    """Durations of the job, in seconds."""
 
     mean_step_s: Optional[float]
     running_s: Optional[float]
 
 
 class Course(TypedDict):
-    """How a metric went."""
+    """Development of a metric over the job."""
 
     best: float
     best_step: int
@@ -1796,7 +1796,7 @@ class Course(TypedDict):
 
 
 class VerdictError(TypedDict):
-    """Why there is no verdict."""
+    """Why a verdict failed."""
 
     code: str
     message: str
@@ -1814,7 +1814,7 @@ class _VerdictSummaryRequired(TypedDict):
 
 
 class VerdictSummary(_VerdictSummaryRequired, total=False):
-    """A verdict in a few words, in the summary of its job."""
+    """A short form of a verdict, for the summary of its job."""
 
     difference: Optional[float]
     error: Optional[VerdictError]
@@ -1837,7 +1837,7 @@ class _SummaryRequired(TypedDict):
 
 
 class Summary(_SummaryRequired, total=False):
-    """A job in a few numbers."""
+    """A job's key figures."""
 
     ending: Optional[JobEnding]
     eval_gap: Optional[float]
@@ -1850,14 +1850,14 @@ class Summary(_SummaryRequired, total=False):
 
 
 class PassAt(TypedDict):
-    """The chance that at least one of `k` completions passes."""
+    """The probability that at least one of `k` completions passes."""
 
     chance: float
     k: int
 
 
 class ModelScore(TypedDict, total=False):
-    """One model on the rows."""
+    """One model's results on the rows."""
 
     mean: Optional[float]
     pass_at: Optional[List[PassAt]]
@@ -1879,7 +1879,7 @@ class _GuardResultRequired(TypedDict):
 
 
 class GuardResult(_GuardResultRequired, total=False):
-    """The guard's rows."""
+    """Results on the guard set."""
 
     interval: Optional[List[float]]
     p_value: Optional[float]
@@ -1893,7 +1893,7 @@ class _JudgedTextRequired(TypedDict):
 
 
 class JudgedText(_JudgedTextRequired, total=False):
-    """One completion, judged."""
+    """A completion with its reward."""
 
     reward: Optional[float]
 
@@ -1922,7 +1922,7 @@ class _VerdictRowRequired(TypedDict):
 
 
 class VerdictRow(_VerdictRowRequired, total=False):
-    """One row, judged."""
+    """A row judged with both models."""
 
     difference: Optional[float]
 
@@ -1960,7 +1960,7 @@ class _VerdictResultRequired(TypedDict):
 
 
 class VerdictResult(_VerdictResultRequired, total=False):
-    """The comparison of the two models, and what follows from it."""
+    """The comparison of the two models, and its conclusion."""
 
     interval: Optional[List[float]]
     p_value: Optional[float]
