@@ -240,7 +240,7 @@ fn is_packed(start: &[u8]) -> bool {
 /// Keys of a request for a hub dataset.
 const OF_HUB_DATASET: [&str; 8] = ["hub", "revision", "config", "split", "map", "limit", "seed", "name"];
 
-/// Parses `{"hub": …}`: a request for a hub dataset instead of rows. Returns it with its name.
+/// Parses `{"hub": …}`: a request for a hub dataset instead of rows. Returns the hub dataset and the `name` to store it under.
 fn hub_document(kind: &str, start: &[u8]) -> Option<Result<(Option<String>, HubDataset), Problem>> {
     let is_document = kind == "application/json" && start.trim_ascii_start().starts_with(b"{");
     let mut document: Value = is_document.then(|| serde_json::from_slice(start).ok()).flatten()?;

@@ -6,7 +6,7 @@
 
 use super::reading::Keys;
 
-/// Batches counted in prompts and optimizer steps.
+/// Batch sizes of a TRL config converted to this API: sizes in prompts, accumulation in optimizer steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Batches {
     /// Prompts per optimizer step.
