@@ -291,9 +291,9 @@ pub(super) fn no_checkpoint(state: &AppState, job: &JobRow) -> Problem {
     let removed = kept_ms.zip(job.finished_at).filter(|(kept, finished)| finished.saturating_add(*kept) < clock_ms());
     let why = match removed {
         Some((kept_ms, _)) => {
-            format!("checkpoints that are not pinned are removed {} after a job's end", life(kept_ms))
+            format!("the server removes checkpoints that are not pinned {} after a job's end", life(kept_ms))
         }
-        None => "the job ended before it saved one, or its checkpoints were removed".to_owned(),
+        None => "the job ended before it saved a checkpoint, or its checkpoints were removed".to_owned(),
     };
     let detail = format!(
         "the job is {} and has no checkpoint: {why}; POST /jobs/{}/retry trains it again from the start",

@@ -88,19 +88,30 @@ async fn take_callback(
         // The token is valid, so this server created the request, which is no longer open: it is complete, or its job has
         // ended.
         (false, Ok(())) => {
-            return Err(gone("no job is waiting for this answer: the request is complete, or its job has ended"));
+            return Err(gone(
+                "no job is waiting for this answer: the reward request is complete, or its job has ended",
+            ));
         }
         (false, Err(_)) => return Err(unknown()),
     }
     let chunk = Chunk::read(&read_admitted_body(request).await?, &id).map_err(refused)?;
     match state.store.callback_receive(&id, &chunk, clock_ms()).await {
         Ok(Received::Counted(Counted { accepted, duplicate, unknown })) => {
-            tracing::debug!(request = id, accepted, duplicate, unknown, done = chunk.done, "a reward service answered");
+            tracing::debug!(
+                request = id,
+                accepted,
+                duplicate,
+                unknown,
+                done = chunk.done,
+                "a reward service sent late results"
+            );
             Ok(Json(TakenView { accepted, duplicate, unknown }))
         }
-        Ok(Received::Late) => Err(gone("the request's deadline has passed; the server requests missing results again")),
-        Ok(Received::Over) => Err(gone("the request is complete; the server requests missing results again")),
-        Err(StoreError::NotFound { .. }) => Err(gone("no job is waiting for this answer")),
+        Ok(Received::Late) => {
+            Err(gone("the deadline of the reward request has passed; the server requests missing results again"))
+        }
+        Ok(Received::Over) => Err(gone("the reward request is complete; the server requests missing results again")),
+        Err(StoreError::NotFound { .. }) => Err(gone("no job is waiting for the results of this reward request")),
         Err(error) => Err(error.into()),
     }
 }
@@ -111,7 +122,7 @@ fn gone(detail: &str) -> Problem {
 
 fn unauthorized(headers: &HeaderMap) -> Problem {
     let detail = match headers.contains_key(header::AUTHORIZATION) {
-        true => "the token belongs to another request: send the 'token' of this request's 'reply'",
+        true => "the bearer token belongs to another reward request: send the 'token' of this request's 'reply'",
         false => "send 'authorization: Bearer TOKEN' with the 'token' of the request's 'reply'",
     };
     Problem::new(Code::Unauthorized, detail).header(header::WWW_AUTHENTICATE, "Bearer realm=\"rlood\"")
@@ -119,6 +130,6 @@ fn unauthorized(headers: &HeaderMap) -> Problem {
 
 fn refused(flaws: Vec<Flaw>) -> Problem {
     let item = |Flaw { pointer, code, detail }: Flaw| FieldError { pointer, code: code.to_owned(), detail };
-    let detail = "no result of this body was stored; see 'errors', correct the body and send it again";
+    let detail = "the server stored no result of this body; see 'errors', correct the body and send it again";
     Problem::new(Code::InvalidBody, detail).items(flaws.into_iter().map(item).collect())
 }

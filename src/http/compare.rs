@@ -200,11 +200,11 @@ fn ids(text: &str) -> Result<Vec<JobId>, Problem> {
             Problem::not_found("job", word).item(
                 "?ids",
                 "unknown_job",
-                format!("'{}' is not a job id", shortened(word)),
+                format!("'{}' is not the id of a job", shortened(word)),
             )
         })?;
         if ids.contains(&id) {
-            return Err(bad_query("ids", "duplicate", format!("{id} is named twice")));
+            return Err(bad_query("ids", "duplicate", format!("the job {id} is named twice in 'ids'")));
         }
         ids.push(id);
     }

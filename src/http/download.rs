@@ -179,7 +179,7 @@ impl Span {
                 Ok(Self { status: StatusCode::PARTIAL_CONTENT, first, length: last - first + 1, size })
             }
             Range::Unsatisfiable => {
-                let detail = format!("the file has {size} bytes; request a range within it");
+                let detail = format!("the file has {size} bytes; request a range of bytes within it");
                 Err(Problem::new(Code::RangeNotSatisfiable, detail)
                     .header(header::CONTENT_RANGE, format!("bytes */{size}"))
                     .header(header::ACCEPT_RANGES, "bytes"))
@@ -219,7 +219,7 @@ async fn open(file: &Download) -> Result<tokio::fs::File, Problem> {
     match tokio::fs::File::open(&file.path).await {
         Ok(opened) => Ok(opened),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            Err(Problem::new(Code::Gone, format!("{} was removed in the meantime", file.name)).because(error))
+            Err(Problem::new(Code::Gone, format!("the file {} was removed in the meantime", file.name)).because(error))
         }
         Err(error) => Err(Problem::internal(error)),
     }

@@ -288,7 +288,10 @@ impl From<StoreError> for Problem {
                     format!("cannot {} a job that is {}; its state allows: {allowed}", action.as_str(), state.as_str());
                 Problem::new(Code::IllegalMove, detail)
             }
-            StoreError::LeaseLost => Problem::new(Code::LeaseLost, "this attempt no longer owns the job"),
+            StoreError::LeaseLost => Problem::new(
+                Code::LeaseLost,
+                "this attempt of the job no longer owns it: the job has ended, or a newer attempt runs it",
+            ),
             StoreError::BadCursor => {
                 let detail = "the cursor in 'after' does not belong to this list: start again without it";
                 Problem::new(Code::InvalidCursor, detail).item("?after", "invalid_cursor", detail)

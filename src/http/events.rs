@@ -124,7 +124,7 @@ async fn list_events(
     // The client's number is beyond the job's events, as after restoring a backup. The same numbers will belong to other
     // events, so the request is rejected.
     if after > newest {
-        let detail = format!("the job's newest event is {newest}: start again without it");
+        let detail = format!("the job's newest event has the number {newest}: start again without 'after'");
         return Err(invalid_seq(name, &detail));
     }
     if !wants_stream(&headers) {
@@ -137,7 +137,7 @@ async fn list_events(
     let (sender, receiver) = mpsc::channel(BACKLOG);
     tokio::spawn(async move {
         if let Err(problem) = follow(&state, id, after, &sender).await {
-            tracing::debug!(job = %id, detail = problem.detail(), "an event stream ended early");
+            tracing::debug!(job = %id, detail = problem.detail(), "a client's stream of job events ended early");
         }
     });
     let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("ping"));

@@ -73,7 +73,8 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     let ForkRequest { from_step, overrides } = request;
     let mut overrides = overrides.unwrap_or_else(|| json!({}));
     if !overrides.is_object() {
-        let error = FieldError::new("/overrides", "invalid_type", "must be an object: a partial job");
+        let error =
+            FieldError::new("/overrides", "invalid_type", "must be an object with the fields of the job to change");
         return Err(invalid(Code::InvalidBody, vec![error]));
     }
     let row = state.store.job_get(id).await?;
@@ -136,7 +137,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     let continues = stands_against.is_none();
     if continues && plan.total_steps() <= from_step {
         let detail = format!(
-            "the new job continues after step {from_step} and would end at step {}: use a value above {from_step}",
+            "the new job continues after step {from_step}, but would already end at step {}: use a value above {from_step}",
             plan.total_steps()
         );
         errors.push(FieldError::new("/training/max_steps", "out_of_range", detail));

@@ -101,7 +101,7 @@ async fn generate(
     let row = find(&state, &job, checkpoint).await?;
     let model = find_model(&state, &caller, &plan).await?;
     let Some(generations) = &state.generations else {
-        let detail = "this server starts no processes of its own, so it cannot generate: download the adapter instead";
+        let detail = "this server starts no processes of its own, so it cannot generate completions: download the adapter instead";
         return Err(Problem::new(Code::NotImplemented, detail));
     };
     plan.sampling = sampling;
@@ -215,7 +215,7 @@ pub(super) async fn unchanged(row: ModelRow, sha256: String) -> Result<ModelRow,
 fn without_report(error: &OneShotError) -> Problem {
     match error {
         OneShotError::Busy => {
-            let detail = "another generate request is running; try again when it has finished";
+            let detail = "another request to generate completions is running; try again when it has finished";
             Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_S)
         }
         OneShotError::Stopping => {
@@ -236,7 +236,7 @@ fn without_report(error: &OneShotError) -> Problem {
 
 fn too_slow() -> Problem {
     let detail = format!(
-        "no answer within {} s: lower sampling.max_completion_length or num_generations, or try again when no job runs",
+        "the models gave no answer within {} s: lower sampling.max_completion_length or num_generations, or try again when no job runs",
         LIMIT.as_secs()
     );
     Problem::new(Code::GenerationTimeout, detail)

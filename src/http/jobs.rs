@@ -159,7 +159,7 @@ pub(super) fn bad_query(name: &str, code: &str, detail: impl Into<String>) -> Pr
 /// Creates a problem that lists the errors in a submitted document.
 pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
     let detail = match errors.as_slice() {
-        [] => "the document is not valid".to_owned(),
+        [] => "the job in the request is not valid".to_owned(),
         [error] if error.pointer.is_empty() => error.detail.clone(),
         [error] => format!("{}: {}", error.pointer, error.detail),
         [first, rest @ ..] => format!("{}: {} (and {} more; see errors)", first.pointer, first.detail, rest.len()),
@@ -184,7 +184,11 @@ async fn list_jobs(
     let mut seen = BTreeSet::new();
     for (name, value) in query {
         if !seen.insert(name.clone()) {
-            return Err(bad_query(&super::error::shortened(&name), "duplicate", "is given twice: give it once"));
+            return Err(bad_query(
+                &super::error::shortened(&name),
+                "duplicate",
+                "the parameter is given twice: give it once",
+            ));
         }
         match name.as_str() {
             "state" => {
@@ -205,7 +209,7 @@ async fn list_jobs(
                     filter.metadata.insert(label.to_owned(), value);
                 }
                 None => {
-                    let detail = "unknown; known here: state, model, metadata.KEY, after, limit";
+                    let detail = "unknown parameter; known ones: state, model, metadata.KEY, after, limit";
                     return Err(bad_query(&super::error::shortened(other), "unknown_parameter", detail));
                 }
             },
@@ -252,7 +256,11 @@ async fn get_job(
 ) -> Result<Json<JobView>, Problem> {
     let wait = wait.unwrap_or(0);
     if wait > 3600 {
-        return Err(bad_query("wait", "out_of_range", format!("must be at most 3600 seconds, not {wait}")));
+        return Err(bad_query(
+            "wait",
+            "out_of_range",
+            format!("the time to wait must be at most 3600 seconds, not {wait}"),
+        ));
     }
     let deadline = tokio::time::Instant::now() + Duration::from_secs(wait);
     let mut changes = state.store.changed(id);
@@ -352,7 +360,7 @@ async fn read_renewed(
         let is_webhook = matches!(reward.kind, RewardKind::Webhook(_));
         let is_http = reward.kind.service().is_some() && !matches!(reward.kind, RewardKind::Python(_));
         if !is_webhook && (!is_http || renewed.secret.is_some()) {
-            let detail = "only webhooks sign with secrets, and only rewards over HTTP have headers";
+            let detail = "only webhooks sign their requests with secrets, and only rewards over HTTP have headers";
             errors.push(FieldError::new(pointer, "conflict", detail));
             continue;
         }
@@ -436,7 +444,9 @@ async fn move_job(
             Action::Pause => state.store.job_pause(id, now).await?,
             Action::Resume => state.store.job_resume(id, now).await?,
             Action::Retry | Action::Delete => {
-                return Err(Problem::internal("retry and delete are not changes of state"));
+                return Err(Problem::internal(
+                    "retry and delete are not changes of a job's state: they have routes of their own",
+                ));
             }
         };
         Answer::new(StatusCode::OK, None, &JobView::of(&state, row).await?)

@@ -191,7 +191,7 @@ async fn make(state: AppState, body: CreateKey) -> Result<Answer, Problem> {
         errors.push(FieldError { pointer: pointer.to_owned(), code: code.to_owned(), detail: detail.to_owned() });
     };
     if scopes.is_empty() {
-        wrong("/scopes", "required", "name at least one of read, submit, admin, worker");
+        wrong("/scopes", "required", "name at least one of the scopes read, submit, admin, worker");
     } else if !scopes.contains(&Scope::Admin) && !auth::keys_are_on(&state).await? {
         let detail = "the first key of a server must have the scope admin: otherwise no further key could be created";
         wrong("/scopes", "first_key_not_admin", detail);
@@ -200,7 +200,7 @@ async fn make(state: AppState, body: CreateKey) -> Result<Answer, Problem> {
         wrong("/expires_in_s", "out_of_range", "must be between 1 second and ten years (316224000)");
     }
     if !errors.is_empty() {
-        return Err(Problem::new(Code::InvalidBody, "the key cannot be created; see 'errors'").items(errors));
+        return Err(Problem::new(Code::InvalidBody, "the API key cannot be created; see 'errors'").items(errors));
     }
     let now = clock_ms();
     let expires_at = expires_in_s.map(|seconds| now + seconds * 1000);

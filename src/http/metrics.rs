@@ -164,7 +164,7 @@ impl Gathered {
 }
 
 fn unreadable(what: Broken) -> Problem {
-    Problem::internal(format!("a stored step cannot be read: {what}"))
+    Problem::internal(format!("the stored metrics of a step cannot be read: {what}"))
 }
 
 /// Returns the first [`MAX_ROWS`] steps, and the cursor of the next page.
@@ -262,7 +262,9 @@ async fn unknown_keys(
     let unknown = keys.iter().filter(|key| !known.is_empty() && !known.contains(*key));
     let list = || known.iter().map(|key| from_json(key)).collect::<Vec<_>>().join(", ");
     Ok(unknown
-        .map(|key| format!("no step so far has '{}'; there are: {}", shortened(&from_json(key)), list()))
+        .map(|key| {
+            format!("no step of the job has the metric '{}' so far; it has: {}", shortened(&from_json(key)), list())
+        })
         .collect())
 }
 

@@ -263,10 +263,15 @@ async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<An
             return Err(wrong("/hub", "required", detail).item("/source", "required", detail));
         }
         (Some(_), None) if revision.is_some() => {
-            return Err(wrong("/revision", "conflict", "a directory has no revision: omit it, or set hub"));
+            return Err(wrong(
+                "/revision",
+                "conflict",
+                "a model in a directory has no revision: omit 'revision', or set hub",
+            ));
         }
         (Some(source), None) => {
-            let id = id.ok_or_else(|| wrong("/id", "required", "a directory needs an id, such as org/name"))?;
+            let id =
+                id.ok_or_else(|| wrong("/id", "required", "a model in a directory needs an id, such as org/name"))?;
             let roots = reach::model_roots(&state).await?;
             // A model that an admin registers is shared by all owners.
             let owner = caller.sees().unwrap_or_default().to_owned();
@@ -296,7 +301,7 @@ async fn taken(state: &AppState, caller: &Caller, id: &str, problem: Problem) ->
     if state.store.model_get(id).await.is_ok_and(|row| caller.may_see(&row.owner)) {
         return problem;
     }
-    let detail = format!("the id '{}' is taken; choose another one", shortened(id));
+    let detail = format!("the model id '{}' is taken; choose another one", shortened(id));
     Problem::new(Code::Conflict, detail.clone()).item("/id", "taken", detail)
 }
 
@@ -373,7 +378,7 @@ fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
     }
     let path = FsPath::new(source);
     if !path.is_absolute() || source.contains('\0') {
-        return refuse("not_absolute", format!("'{}' is not an absolute path", shortened(source)));
+        return refuse("not_absolute", format!("the source '{}' is not an absolute path", shortened(source)));
     }
     // Symbolic links are resolved before the path is compared with `--model-root`. For a path outside, the error does not
     // reveal whether it exists.

@@ -237,7 +237,7 @@ async fn grade(
         Err(problem) => return Err(problem),
     };
     let complete = judged.len() == count;
-    judged.resize(count, Judgement::missing("not_in_time", "not scored within max_wait_s"));
+    judged.resize(count, Judgement::missing("not_in_time", "the sample was not scored within max_wait_s"));
     Ok((judged, complete))
 }
 
@@ -292,7 +292,7 @@ async fn judge(
                 let failure = failure.to_failure(0);
                 why = Some(Judgement::missing(failure.code, failure.message));
             }
-            Err(_) => why = Some(Judgement::missing("not_in_time", "no answer within max_wait_s")),
+            Err(_) => why = Some(Judgement::missing("not_in_time", "the reward gave no answer within max_wait_s")),
         }
     }
     let complete = judged.len() == samples.len();

@@ -115,7 +115,7 @@ async fn adopt_checkpoints(state: &AppState, parent: JobId, job: JobId) -> Resul
             let verified =
                 blocking(state, move |data| Ok(data.checkpoint_verify(parent, step, attempt, &listed))).await?;
             if let Err(error) = verified {
-                tracing::error!(job = %parent, step, error = chain(&error), "a checkpoint is damaged: the retry starts with an older one");
+                tracing::error!(job = %parent, step, error = chain(&error), "a checkpoint is damaged: the retry of the job starts from an older one");
                 continuation.damaged.push(checkpoint);
                 continue;
             }
@@ -124,7 +124,7 @@ async fn adopt_checkpoints(state: &AppState, parent: JobId, job: JobId) -> Resul
             Ok(()) => continuation.checkpoints.push(checkpoint),
             Err(error) if is_newest => return Err(error.into()),
             Err(error) => {
-                tracing::warn!(job = %parent, step, error = chain(&error), "a retry continues without an older checkpoint");
+                tracing::warn!(job = %parent, step, error = chain(&error), "a retry of a job continues without an older checkpoint");
             }
         }
     }

@@ -238,7 +238,7 @@ async fn download(state: AppState, caller: Caller, id: JobId, download: Download
                 None => None,
                 Some(rest) => Some(piece(&state, &caller, id, rest).await.map_err(|problem| {
                     tracing::warn!(job = %id, detail = problem.detail(), "a download of samples ended early");
-                    std::io::Error::other("the samples could not be read")
+                    std::io::Error::other("the job's stored samples could not be read")
                 })?),
             };
             Ok::<_, std::io::Error>(Some((bytes, next)))

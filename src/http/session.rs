@@ -97,7 +97,7 @@ async fn open_session(
         return Err(Problem::new(Code::Unauthorized, "the key is not valid"));
     };
     if !caller.scopes().has(Scope::Read) {
-        return Err(Problem::new(Code::Forbidden, "this key has only the scope worker: it cannot open a session"));
+        return Err(Problem::new(Code::Forbidden, "this API key has only the scope worker: it cannot open a session"));
     }
     let cookie = Cookie::new(store::api_keys::random_text().map_err(Problem::internal)?);
     let session_key = match caller.actor() {

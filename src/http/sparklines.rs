@@ -125,7 +125,7 @@ async fn follow_jobs(State(state): State<AppState>, caller: Caller, headers: Hea
     let changes = state.store.changed_jobs();
     tokio::spawn(async move {
         if let Err(problem) = follow(&state, &caller, changes, &sender).await {
-            tracing::debug!(detail = problem.detail(), "a stream of jobs ended early");
+            tracing::debug!(detail = problem.detail(), "a client's stream of job changes ended early");
         }
     });
     let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("ping"));

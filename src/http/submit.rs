@@ -113,17 +113,18 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
                 rows = Some(read_rows(state, format, part, broken_form).await?);
             }
             Some(name @ ("spec" | "dataset")) => {
-                return Err(bad_form(format!("the field '{name}' occurs twice: send it once")));
+                return Err(bad_form(format!("the form field '{name}' occurs twice: send it once")));
             }
             other => {
                 let other = shortened(other.unwrap_or(""));
                 return Err(bad_form(format!(
-                    "unknown field '{other}': send 'spec' (the job) and 'dataset' (the rows)"
+                    "the form has the unknown field '{other}': send 'spec' (the job) and 'dataset' (the rows)"
                 )));
             }
         }
     }
-    let document = document.ok_or_else(|| bad_form("the field 'spec' is required: it contains the job".to_owned()))?;
+    let document =
+        document.ok_or_else(|| bad_form("the form field 'spec' is required: it contains the job".to_owned()))?;
     let missing = "the field 'dataset' is required; if the spec contains a dataset id or records, send only the spec, as application/json";
     Ok((document, rows.ok_or_else(|| bad_form(missing.to_owned()))?))
 }
@@ -147,7 +148,7 @@ async fn read_part(mut part: Field<'_>) -> Result<Vec<u8>, Problem> {
         if bytes.len() > MAX_SPEC_BYTES {
             return Err(Problem::new(
                 Code::BodyTooLarge,
-                format!("the field 'spec' must be at most {MAX_SPEC_BYTES} bytes"),
+                format!("the form field 'spec' must be at most {MAX_SPEC_BYTES} bytes"),
             ));
         }
     }

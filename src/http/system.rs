@@ -97,14 +97,19 @@ async fn livez() -> &'static str {
     responses((status = 200, description = "Ready", body = String, content_type = "text/plain", example = json!("ok\n"))))]
 async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> {
     let not_ready = |detail: String, cause: String| Problem::new(Code::NotReady, detail).because(cause).retry_after(5);
-    state.store.ping().await.map_err(|error| not_ready("the database does not answer".to_owned(), chain(&error)))?;
+    state
+        .store
+        .ping()
+        .await
+        .map_err(|error| not_ready("the server's database does not answer".to_owned(), chain(&error)))?;
     let free = state
         .files
         .free_bytes()
-        .map_err(|error| not_ready("the data directory cannot be read".to_owned(), chain(&error)))?;
+        .map_err(|error| not_ready("the server's data directory cannot be read".to_owned(), chain(&error)))?;
     let reserve = state.config.edge.disk_reserve_bytes;
     if free < reserve {
-        let detail = format!("the disk is nearly full: {free} bytes are free, {reserve} are required; free some space");
+        let detail =
+            format!("the server's disk is nearly full: {free} bytes are free, {reserve} are required; free some space");
         return Err(not_ready(detail, String::new()));
     }
     Ok("ok\n")

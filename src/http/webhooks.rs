@@ -190,7 +190,8 @@ async fn read_url(state: &AppState, url: &str, errors: &mut Vec<FieldError>) -> 
         Err(error) => {
             let detail = match error {
                 OutgoingError::Credentials => {
-                    "must not contain a user name or password: messages are authenticated by their signature".into()
+                    "the URL must not contain a user name or password: messages are authenticated by their signature"
+                        .into()
                 }
                 error => error.to_string(),
             };
@@ -203,7 +204,7 @@ async fn read_url(state: &AppState, url: &str, errors: &mut Vec<FieldError>) -> 
 fn check(events: Option<&[MessageType]>, description: Option<&str>) -> Vec<FieldError> {
     let mut errors = Vec::new();
     if events.is_some_and(<[MessageType]>::is_empty) {
-        errors.push(item("/events", "required", "name at least one; omit the field for all"));
+        errors.push(item("/events", "required", "name at least one type of event; omit the field for all types"));
     }
     if description.is_some_and(|text| text.chars().count() > MAX_CHARS) {
         errors.push(item("/description", "too_long", format!("at most {MAX_CHARS} characters")));
@@ -397,7 +398,7 @@ async fn rotate(state: AppState, id: WebhookId, Rotate { secret, keep_old_s }: R
     let mut errors = Vec::new();
     let (secret, shown) = secret_of(secret, &mut errors)?;
     if keep_old_s.is_some_and(|seconds| seconds > 7 * OLD_SECRET_S) {
-        errors.push(item("/keep_old_s", "out_of_range", "at most a week: 604800"));
+        errors.push(item("/keep_old_s", "out_of_range", "the old secret may stay valid for at most a week: 604800"));
     }
     refuse(errors)?;
     let now = clock_ms();
