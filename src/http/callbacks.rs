@@ -63,16 +63,16 @@ struct TakenView {
 /// is rejected as a whole: correct it and send it again.
 #[utoipa::path(
     post, path = "/reward-callbacks/{id}", tag = "Reward contract", operation_id = "take_reward_callback", security(()),
-    params(("id" = RewardRequestId, Path, description = "The request's id"),
-           ("authorization" = String, Header, description = "`Bearer ` and the request's `reply.token`")),
+    params(("id" = RewardRequestId, Path, description = "The id of the reward request"),
+           ("authorization" = String, Header, description = "The word `Bearer`, a space and the `reply.token` of the reward request")),
     request_body = CallbackBody,
     responses(
         (status = 200, description = "Kept", body = TakenView),
-        (status = 401, description = "The token is not this request's", body = ProblemBody),
-        (status = 404, description = "No such request", body = ProblemBody),
-        (status = 410, description = "Too late: the deadline has passed, the request is complete, or the job has ended", body = ProblemBody),
-        (status = 413, description = "More than 16 MiB: send it in parts", body = ProblemBody),
-        (status = 422, description = "The body is not valid; `errors` says where", body = ProblemBody),
+        (status = 401, description = "The token does not belong to this reward request", body = ProblemBody),
+        (status = 404, description = "There is no such reward request", body = ProblemBody),
+        (status = 410, description = "The results are too late: the deadline has passed, the reward request is complete, or the job has ended", body = ProblemBody),
+        (status = 413, description = "The body is larger than 16 MiB: send the results in several parts", body = ProblemBody),
+        (status = 422, description = "The request's body is not valid; `errors` lists the invalid fields", body = ProblemBody),
     )
 )]
 async fn take_callback(

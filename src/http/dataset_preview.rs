@@ -117,12 +117,12 @@ struct MappedRow {
 #[utoipa::path(
     post, path = "/datasets/preview", tag = "Datasets",
     params(PreviewQuery),
-    request_body(description = "The rows, or their location", content(
+    request_body(description = "The rows of the dataset, or where the server finds them", content(
         (String = "application/x-ndjson"), (String = "text/csv"), (crate::spec::HubDataset = "application/json"),
         (String = "application/vnd.apache.parquet"), (Vec<u8> = "multipart/form-data"),
     )),
     responses(
-        (status = 200, description = "The first rows", body = DatasetPreview),
+        (status = 200, description = "The first rows of the dataset", body = DatasetPreview),
         (status = 422, description = "The file, or the mapping, cannot be read at all", body = ProblemBody),
     ),
 )]

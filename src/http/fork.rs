@@ -54,8 +54,8 @@ pub struct ForkRequest {
 /// copied inside the server.
 #[utoipa::path(post, path = "/jobs/{id}/fork", tag = "Jobs", request_body = ForkRequest,
     params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
-    (status = 201, description = "The new job; its `parent` is the old one", body = JobView, headers(("location" = String))),
-    (status = 404, description = "No such job, or no checkpoint of that step: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer, or never", body = ProblemBody),
+    (status = 201, description = "The new job; its `parent` is the old job", body = JobView, headers(("location" = String))),
+    (status = 404, description = "There is no such job, or it has no checkpoint of that step: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer, or never", body = ProblemBody),
     (status = 422, description = "The new job is not valid", body = ProblemBody)))]
 async fn fork_job(
     State(state): State<AppState>,

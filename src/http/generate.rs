@@ -80,13 +80,13 @@ struct GenerationView {
 #[utoipa::path(post, path = "/jobs/{id}/generate", tag = "Jobs", params(("id" = JobId, Path)),
     request_body = GenerationDocument,
     responses(
-        (status = 200, description = "The completions of both models", body = GenerationView),
-        (status = 404, description = "No such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer", body = ProblemBody),
+        (status = 200, description = "The completions of the base model and of the trained model", body = GenerationView),
+        (status = 404, description = "There is no such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer", body = ProblemBody),
         (status = 410, description = "The checkpoint was removed in the meantime", body = ProblemBody),
         (status = 422, description = "The request is not valid, or the model's files cannot be used", body = ProblemBody),
-        (status = 429, description = "Another request is running; see `Retry-After`", body = ProblemBody),
+        (status = 429, description = "Another request to generate completions is running; see `Retry-After`", body = ProblemBody),
         (status = 503, description = "The process that ran the models ended unexpectedly", body = ProblemBody),
-        (status = 504, description = "The time limit of two minutes was exceeded", body = ProblemBody)))]
+        (status = 504, description = "The completions took longer than two minutes, the time limit", body = ProblemBody)))]
 async fn generate(
     State(state): State<AppState>,
     caller: Caller,

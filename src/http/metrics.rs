@@ -101,9 +101,9 @@ struct MetricsPage {
 /// Get a job's metrics by step. A metric that no step has is not an error, since a later step may have it: `warnings` names it and
 /// lists the available metrics.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "Jobs", params(("id" = JobId, Path, description = "The job"), MetricsQuery), responses(
-    (status = 200, description = "Steps in order; training and evaluation of a step in one row",
+    (status = 200, description = "The metrics of the steps in order; training and evaluation of a step are in one row",
         content((MetricsPage = "application/json"), (String = "text/csv"), (String = "application/x-ndjson"))),
-    (status = 400, description = "A parameter is not valid", body = ProblemBody), (status = 404, description = "No such job", body = ProblemBody)))]
+    (status = 400, description = "A query parameter is not valid", body = ProblemBody), (status = 404, description = "There is no such job", body = ProblemBody)))]
 async fn get_metrics(
     State(state): State<AppState>,
     Path(id): Path<JobId>,

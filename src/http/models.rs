@@ -227,16 +227,16 @@ impl Model {
 /// complete. Send a hub token for this request in the header `x-hub-token`. A model that can be read only with this token is
 /// visible only to its owner.
 #[utoipa::path(post, path = "/models", tag = "Models", request_body = CreateModel,
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours"),
-        ("x-hub-token" = Option<String>, Header, description = "A hub token for this download; it is not stored")),
+    params(("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours"),
+        ("x-hub-token" = Option<String>, Header, description = "A hub token for this download; the server does not store it")),
     responses(
         (status = 201, description = "Registered", body = Model, headers(("Location" = String, description = "Its path"))),
-        (status = 202, description = "Being downloaded from the hub", body = Model, headers(("Location" = String, description = "Its path"))),
-        (status = 200, description = "Already registered; read again", body = Model),
-        (status = 409, description = "The id belongs to another model", body = ProblemBody),
+        (status = 202, description = "The server is downloading the model from the hub", body = Model, headers(("Location" = String, description = "Its path"))),
+        (status = 200, description = "The model is already registered; the server has read its files again", body = Model),
+        (status = 409, description = "The id already belongs to another model", body = ProblemBody),
         (status = 422, description = "The model cannot be used", body = ProblemBody),
         (status = 502, description = "The hub cannot be reached", body = ProblemBody),
-        (status = 507, description = "There is not enough disk space", body = ProblemBody),
+        (status = 507, description = "The server has not enough disk space", body = ProblemBody),
     ))]
 async fn create_model(
     State(state): State<AppState>,

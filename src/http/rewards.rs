@@ -96,11 +96,11 @@ struct TestResult {
         "samples": [{"prompt": "What is 2 + 2?", "completion": "4", "columns": {"answer": "4"}}]
     })),
     responses(
-        (status = 200, description = "The result, also if the reward returned no valid value", body = Report),
+        (status = 200, description = "The result of the test, also if the reward returned no valid value", body = Report),
         (status = 422, description = "The reward or the samples are not valid", body = ProblemBody, content_type = "application/problem+json"),
-        (status = 429, description = "Too many requests of this key wait for expensive work", body = ProblemBody, content_type = "application/problem+json"),
-        (status = 503, description = "The server is busy or stopping", body = ProblemBody, content_type = "application/problem+json"),
-        (status = 504, description = "A single sample takes too much work", body = ProblemBody, content_type = "application/problem+json"),
+        (status = 429, description = "Too many requests with this API key wait for expensive work", body = ProblemBody, content_type = "application/problem+json"),
+        (status = 503, description = "The server is busy or is shutting down", body = ProblemBody, content_type = "application/problem+json"),
+        (status = 504, description = "Scoring a single sample takes too much work", body = ProblemBody, content_type = "application/problem+json"),
     )
 )]
 async fn test_reward(

@@ -66,12 +66,12 @@ struct JobForm {
 /// Send JSON (or YAML or TOML) with inline records or the id of a dataset, or a multipart form with the fields `spec` and
 /// `dataset`. All errors are reported together, each with a JSON pointer.
 #[utoipa::path(post, path = "/jobs", tag = "Jobs",
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours"),
-        ("x-hub-token" = Option<String>, Header, description = "A hub token for downloads of this job; it is not stored")),
+    params(("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours"),
+        ("x-hub-token" = Option<String>, Header, description = "A hub token for the downloads of this job; the server does not store it")),
     request_body(description = "The job", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (String = "application/toml"), (JobForm = "multipart/form-data"))),
     responses(
         (status = 201, description = "Queued", body = JobView, headers(("Location" = String, description = "Its path"))),
-        (status = 409, description = "A request with this key is being answered", body = ProblemBody),
+        (status = 409, description = "The server is still answering an earlier request with this Idempotency-Key", body = ProblemBody),
         (status = 422, description = "The job is not valid", body = ProblemBody),
     ))]
 async fn create_job(State(state): State<AppState>, caller: Caller, mut request: Request) -> Result<Response, Problem> {
@@ -372,10 +372,10 @@ pub struct Validation {
 /// `required`), unsupported keys with a replacement for each, and keys without effect. Pointers refer to the key that was sent if a
 /// setting came from one, otherwise into `spec`.
 #[utoipa::path(post, path = "/jobs/validate", tag = "Jobs", params(ValidateQuery),
-    request_body(description = "The job, or with from=trl TRL's configuration", content((DraftDocument = "application/json"), (DraftDocument = "application/yaml"), (String = "application/toml"))),
+    request_body(description = "The job; with from=trl, a TRL configuration", content((DraftDocument = "application/json"), (DraftDocument = "application/yaml"), (String = "application/toml"))),
     responses(
-    (status = 200, description = "The result, also if the job is not valid", body = Validation),
-    (status = 422, description = "The kind of check is not supported yet", body = ProblemBody),
+    (status = 200, description = "The result of the validation, also if the job is not valid", body = Validation),
+    (status = 422, description = "The requested kind of check is not supported yet", body = ProblemBody),
     (status = 429, description = "Another preflight is running", body = ProblemBody),
     (status = 501, description = "This server cannot run preflights", body = ProblemBody)))]
 async fn validate_job(

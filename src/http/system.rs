@@ -120,7 +120,7 @@ async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> 
 /// Metrics of rewards (`rlood_reward_*`) name the jobs that the key may see: all of them with the scope admin. The other metrics
 /// are the server's, and name no job.
 #[utoipa::path(get, path = "/metrics", tag = "System",
-    responses((status = 200, description = "Prometheus text format", body = String, content_type = "text/plain")))]
+    responses((status = 200, description = "The server's metrics in the Prometheus text format", body = String, content_type = "text/plain")))]
 async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl IntoResponse, Problem> {
     let jobs = state.store.job_counts().await?;
     let workers = state.store.worker_list().await?;
