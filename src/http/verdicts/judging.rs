@@ -157,7 +157,10 @@ struct Read {
 /// Reads the dataset rows on which the models are compared. Blocking.
 fn read_rows(files: &DataDir, plan: &Plan) -> Result<Read, VerdictError> {
     let Some(eval) = &plan.eval else {
-        return Err(failed("no_evaluation", "the job has no evaluation, so there are no rows to compare the models on"));
+        return Err(failed(
+            "no_evaluation",
+            "the job has no evaluation, so there are no rows to compare the models on",
+        ));
     };
     let guard_rows = match &eval.guard {
         Some(guard) => rows_of(files, &guard.dataset, None)?,
