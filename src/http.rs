@@ -269,7 +269,7 @@ async fn unknown_route(method: Method, uri: Uri) -> Problem {
 async fn wrong_method(method: Method, uri: Uri) -> Problem {
     Problem::new(
         Code::MethodNotAllowed,
-        format!("{} does not answer {method}; see the 'allow' header", shortened(uri.path())),
+        format!("the path {} does not accept the method {method}; see the 'allow' header", shortened(uri.path())),
     )
 }
 

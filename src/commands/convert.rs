@@ -18,7 +18,7 @@ use crate::spec::{JobSpec, check_metrics};
 #[derive(Debug, thiserror::Error)]
 pub enum ConvertError {
     /// The file cannot be read.
-    #[error("could not read {}", .path.display())]
+    #[error("could not read the file {}", .path.display())]
     Read {
         /// Path of the file.
         path: PathBuf,
@@ -27,7 +27,7 @@ pub enum ConvertError {
         source: std::io::Error,
     },
     /// The file is not valid YAML, JSON or TOML.
-    #[error("could not parse {}", .path.display())]
+    #[error("could not parse the file {}", .path.display())]
     Parse {
         /// Path of the file.
         path: PathBuf,

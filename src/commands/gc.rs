@@ -26,10 +26,10 @@ pub enum GcError {
     #[error(transparent)]
     Storage(#[from] StorageError),
     /// The data directory does not exist or contains no database.
-    #[error("{} contains no rlood database: use the server's --data-dir, or --cache-only on a machine that has only workers", .0.display())]
+    #[error("the directory {} contains no rlood database: use the server's --data-dir, or --cache-only on a machine that has only workers", .0.display())]
     NoDatabase(PathBuf),
     /// The workers' cache cannot be used.
-    #[error("the workers' cache {} cannot be used", .dir.display())]
+    #[error("the workers' cache of models in {} cannot be used", .dir.display())]
     Cache {
         /// Path of the cache.
         dir: PathBuf,

@@ -121,7 +121,7 @@ fn stanza(server: &PythonServer, is_signed: bool) -> String {
         let url = format!("http://{host}:{}/{name}", server.address.port());
         let mut reward = json!({"type": "webhook", "name": name, "url": url, "completion_ids": true});
         if is_signed {
-            reward["secret"] = json!("whsec_… (the one of this server)");
+            reward["secret"] = json!("whsec_… (the secret of this server)");
         }
         format!("  {reward}")
     };

@@ -32,7 +32,7 @@ pub(super) async fn terms(state: &AppState) -> Result<CallbackTerms, Problem> {
 /// Some or all results of a request.
 #[derive(Deserialize, ToSchema)]
 #[schema(as = RewardCallback)]
-#[expect(dead_code, reason = "the document's schema; the body is read entry by entry")]
+#[expect(dead_code, reason = "only the schema in the OpenAPI document; the handler reads the body entry by entry")]
 struct CallbackBody {
     /// The id of the reward request; optional.
     id: Option<RewardRequestId>,

@@ -24,7 +24,7 @@ const MAX_DIGESTED_BYTES: u64 = 64 << 20;
 /// Request headers with which a client selects bytes of a file and names the version that it has cached.
 #[derive(IntoParams)]
 #[into_params(parameter_in = Header)]
-#[expect(dead_code, reason = "describes the headers in the document")]
+#[expect(dead_code, reason = "only describes the headers in the OpenAPI document")]
 pub struct RangeHeaders {
     /// The byte range to return: `bytes=0-99`, `bytes=100-` or `bytes=-100`. Only one range is supported.
     #[param(rename = "Range")]

@@ -288,7 +288,7 @@ async fn get_job(
 /// The fields of a job that can be changed; all are optional.
 #[derive(Debug, ToSchema)]
 #[schema(as = JobPatch)]
-#[expect(dead_code, reason = "the document's schema; the body is read field by field")]
+#[expect(dead_code, reason = "only the schema in the OpenAPI document; the handler reads the body field by field")]
 struct PatchBody {
     /// 1 to 200 characters, none of them a control character; null removes the name.
     name: Option<String>,
@@ -307,7 +307,7 @@ struct PatchBody {
 /// The secrets to replace. They are never shown again.
 #[derive(Debug, ToSchema)]
 #[schema(as = RewardSecretsPatch)]
-#[expect(dead_code, reason = "the document's schema; the body is read field by field")]
+#[expect(dead_code, reason = "only the schema in the OpenAPI document; the handler reads the body field by field")]
 struct SecretsBody {
     /// New signing secret, `whsec_…`.
     #[schema(write_only)]

@@ -94,7 +94,7 @@ async fn open_session(
     let caller = auth::of_key_text(&state, key.trim()).await?;
     state.failures.record(client, key.trim(), caller.is_some());
     let Some(caller) = caller else {
-        return Err(Problem::new(Code::Unauthorized, "the key is not valid"));
+        return Err(Problem::new(Code::Unauthorized, "the API key is not valid"));
     };
     if !caller.scopes().has(Scope::Read) {
         return Err(Problem::new(Code::Forbidden, "this API key has only the scope worker: it cannot open a session"));

@@ -69,7 +69,12 @@ impl RequestCounts {
 
     fn write(&self, text: &mut String) {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        family(text, "rlood_http_request_duration_seconds", "histogram", "Time until the response headers were sent.");
+        family(
+            text,
+            "rlood_http_request_duration_seconds",
+            "histogram",
+            "Time from a request until its response headers were sent.",
+        );
         for ((method, route, status), Times { number, time, buckets }) in counts {
             let labels = format!("method=\"{method}\",route=\"{route}\",status=\"{status}\"");
             let mut within = 0;

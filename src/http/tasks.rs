@@ -40,7 +40,7 @@ pub(super) async fn run(state: AppState, work: impl Work) {
                     tracing::error!(
                         task = row.id,
                         error = with_causes(&error),
-                        "could not store the end of a task (verdict or export)"
+                        "could not store the end of a task (a verdict or an export)"
                     );
                 }
             }

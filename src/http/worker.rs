@@ -437,7 +437,7 @@ async fn upload_file(
     let announced: u64 =
         request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok()).unwrap_or(0);
     if !has_room(&state, job, announced).await? {
-        return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this file"));
+        return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this uploaded file"));
     }
     // The storage limit does not apply to a checkpoint that was saved because the job was asked to stop: its progress must not
     // be lost.

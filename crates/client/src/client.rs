@@ -184,7 +184,7 @@ fn tls_config(pem: &[u8]) -> Result<rustls::ClientConfig, Error> {
     }
     Ok(rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
-        .expect("ring's provider supports the default protocol versions")
+        .expect("the crypto provider of ring supports the default TLS versions")
         .with_root_certificates(roots)
         .with_no_client_auth())
 }

@@ -35,7 +35,7 @@ pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
     );
     if let Some(Dropped { keys, sessions }) = dropped {
         let data_dir = data_dir.display();
-        println!("removed {keys} API keys and {sessions} sessions");
+        println!("removed {keys} API keys and {sessions} browser sessions from the restored data");
         if keys > 0 {
             println!("create a key: rlood keys create --name admin --scopes admin --data-dir {data_dir}");
         }
@@ -125,7 +125,7 @@ async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, Back
             Err(error) => return Err(error.into()),
         };
         if (Entry { size_bytes, sha256: sha256.to_string() }) != *entry {
-            return Err(damaged(name, "the file differs from the hash in the manifest"));
+            return Err(damaged(name, "the file's hash differs from the one in the backup's manifest"));
         }
         if name == DATABASE {
             named = named_files(&root.join(DATABASE)).await?;
@@ -133,7 +133,9 @@ async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, Back
         bytes += size_bytes;
     }
     match named.into_iter().find(|name| !manifest.files.contains_key(name)) {
-        Some(name) => Err(damaged(&name, "the database refers to it, but the manifest does not list it")),
+        Some(name) => {
+            Err(damaged(&name, "the backup's database refers to this file, but the manifest does not list it"))
+        }
         None => Ok(bytes),
     }
 }

@@ -47,7 +47,7 @@ impl Check {
             self.find("content_type", Outcome::Ok, media_type, "");
         } else {
             let shown = if media_type.is_empty() { "none".to_owned() } else { format!("'{media_type}'") };
-            let fix = "send content-type: application/json; proxies and tools depend on it";
+            let fix = "send the header content-type: application/json; proxies and tools depend on it";
             self.find("content_type", Outcome::Warning, format!("the answer's content-type is {shown}"), fix);
         }
         let value: Value = serde_json::from_slice(&got.body).unwrap_or_default();

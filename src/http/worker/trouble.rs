@@ -70,7 +70,7 @@ pub(super) async fn completed(state: &AppState, job: JobId, attempt: u64, errors
         && let Err(error) = state.store.claim_completed(job, attempt).await
     {
         // Only logged, because the only effect is that the job's next delay is longer than necessary.
-        tracing::warn!(%job, error = chain(&error), "the job's count of server errors could not be reset");
+        tracing::warn!(%job, error = chain(&error), "the count of a job's consecutive server errors could not be reset");
     }
 }
 

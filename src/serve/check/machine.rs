@@ -43,11 +43,11 @@ pub(super) fn check_file_system(dir: &Path) -> Result<String, String> {
     };
     if NETWORK.contains(&kind.as_str()) {
         return Err(format!(
-            "{kind} at {point}: the database needs a local file system; choose another --data-dir, and keep backups there"
+            "the file system at {point} is {kind}, but the database needs a local one; choose another --data-dir, and keep backups at {point}"
         ));
     }
     if VOLATILE.contains(&kind.as_str()) {
-        return Ok(format!("{kind} at {point}: all data is lost when the machine restarts"));
+        return Ok(format!("the file system at {point} is {kind}: all data is lost when the machine restarts"));
     }
     Ok(format!("{kind} at {point}"))
 }

@@ -68,7 +68,7 @@ pub async fn run(args: &Login) -> Result<u8, CliError> {
     profiles.set_default(&name);
     let path = profiles.save()?.display().to_string();
     let who = match (session["keys_required"].as_bool(), session["key_name"].as_str()) {
-        (Some(false), _) => "without a key (the server does not require one)".to_owned(),
+        (Some(false), _) => "without an API key (the server does not require one)".to_owned(),
         (_, Some(key)) => format!("with the key '{}'", clean(key)),
         (_, None) => "with the server operator's key".to_owned(),
     };
