@@ -85,7 +85,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
             },
         };
         let Some(place) = registry.admit() else {
-            tracing::debug!(%peer, "too many busy connections: closing a new one");
+            tracing::debug!(%peer, "too many connections are busy: the server closes a new one");
             continue;
         };
         tune(&stream);
@@ -109,9 +109,9 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
             tokio::select! {
                 biased;
                 ended = connection => if let Err(error) = ended {
-                    tracing::debug!(%peer, error, "a connection ended with an error");
+                    tracing::debug!(%peer, error, "a client's connection ended with an error");
                 },
-                () = activity.idle(limits.0, limits.1) => tracing::debug!(%peer, "an idle connection is closed"),
+                () = activity.idle(limits.0, limits.1) => tracing::debug!(%peer, "the server closes an idle connection"),
             }
         });
     }

@@ -311,7 +311,7 @@ pub(super) async fn drive<T: Send + 'static>(
     };
     spawn(drive)?;
     tokio::select! {
-        done = receiver => done.map_err(|_| Problem::internal("the thread of a request panicked")),
+        done = receiver => done.map_err(|_| Problem::internal("the thread that handles a request panicked")),
         () = state.stopping.cancelled() => Err(stopping()),
     }
 }

@@ -123,7 +123,7 @@ async fn open_session(
 
 /// Get the current session, by cookie or by the key in the header.
 #[utoipa::path(get, path = "/session", tag = "System", responses(
-    (status = 200, description = "The current session", body = SessionView),
+    (status = 200, description = "The client's current session", body = SessionView),
     (status = 401, description = "The client is not signed in", body = ProblemBody)))]
 async fn get_session(
     State(state): State<AppState>,

@@ -62,7 +62,7 @@ impl Check {
         } else if version.is_some_and(|version| version != "1") {
             Some(format!("the answer's 'version' is {}, not \"1\"", version.unwrap_or(&Value::Null)))
         } else if answered.is_none() {
-            Some("the answer does not repeat the request's 'id'".to_owned())
+            Some("the service's answer does not repeat the request's 'id'".to_owned())
         } else if answered != Some(&json!(id)) {
             Some(format!("the answer's 'id' is {}, not the request's", answered.unwrap_or(&Value::Null)))
         } else {

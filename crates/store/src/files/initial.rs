@@ -102,6 +102,6 @@ pub(super) fn place(staged: &Path, to: &Path) -> Result<(), FilesError> {
     remove_tree(to)?;
     fail_point!("files.place")
         .and_then(|()| fs::rename(staged, to))
-        .map_err(cannot("move the files that a job starts from to", to))?;
+        .map_err(cannot("move the initial files of a job to", to))?;
     sync_dir(parent)
 }
