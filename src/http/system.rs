@@ -69,7 +69,12 @@ impl RequestCounts {
 
     fn write(&self, text: &mut String) {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        family(text, "rlood_http_request_duration_seconds", "histogram", "Time until the response headers were sent.");
+        family(
+            text,
+            "rlood_http_request_duration_seconds",
+            "histogram",
+            "Time from a request until its response headers were sent.",
+        );
         for ((method, route, status), Times { number, time, buckets }) in counts {
             let labels = format!("method=\"{method}\",route=\"{route}\",status=\"{status}\"");
             let mut within = 0;
@@ -97,14 +102,19 @@ async fn livez() -> &'static str {
     responses((status = 200, description = "Ready", body = String, content_type = "text/plain", example = json!("ok\n"))))]
 async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> {
     let not_ready = |detail: String, cause: String| Problem::new(Code::NotReady, detail).because(cause).retry_after(5);
-    state.store.ping().await.map_err(|error| not_ready("the database does not answer".to_owned(), chain(&error)))?;
+    state
+        .store
+        .ping()
+        .await
+        .map_err(|error| not_ready("the server's database does not answer".to_owned(), chain(&error)))?;
     let free = state
         .files
         .free_bytes()
-        .map_err(|error| not_ready("the data directory cannot be read".to_owned(), chain(&error)))?;
+        .map_err(|error| not_ready("the server's data directory cannot be read".to_owned(), chain(&error)))?;
     let reserve = state.config.edge.disk_reserve_bytes;
     if free < reserve {
-        let detail = format!("the disk is nearly full: {free} bytes are free, {reserve} are required; free some space");
+        let detail =
+            format!("the server's disk is nearly full: {free} bytes are free, {reserve} are required; free some space");
         return Err(not_ready(detail, String::new()));
     }
     Ok("ok\n")
@@ -115,7 +125,7 @@ async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> 
 /// Metrics of rewards (`rlood_reward_*`) name the jobs that the key may see: all of them with the scope admin. The other metrics
 /// are the server's, and name no job.
 #[utoipa::path(get, path = "/metrics", tag = "System",
-    responses((status = 200, description = "Prometheus text format", body = String, content_type = "text/plain")))]
+    responses((status = 200, description = "The server's metrics in the Prometheus text format", body = String, content_type = "text/plain")))]
 async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl IntoResponse, Problem> {
     let jobs = state.store.job_counts().await?;
     let workers = state.store.worker_list().await?;

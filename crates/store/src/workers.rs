@@ -189,6 +189,6 @@ pub(super) async fn worker_mark_lost(tx: &mut SqliteConnection, worker: WorkerId
         .bind(worker.to_string())
         .execute(tx)
         .await
-        .doing("mark a worker as lost")?;
+        .doing("store that a worker is lost")?;
     Ok(())
 }

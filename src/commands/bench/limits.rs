@@ -108,7 +108,7 @@ fn gpu(ordinal: u32, only: Option<Precision>) -> Result<Limits, BenchError> {
 
 #[cfg(not(feature = "cuda"))]
 fn gpu(ordinal: u32, _only: Option<Precision>) -> Result<Limits, BenchError> {
-    let detail = format!("cuda:{ordinal} cannot be measured: this build has no CUDA");
+    let detail = format!("the GPU cuda:{ordinal} cannot be measured: this build of rlood has no CUDA");
     Err(EngineError::Input(detail).into())
 }
 
