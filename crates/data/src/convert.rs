@@ -338,7 +338,8 @@ impl<'p> Pass<'p> {
         if !hopeless {
             return Flow::More;
         }
-        let detail = format!("not one of the first {} rows can be used: the rest was not read", self.rows_read);
+        let detail =
+            format!("none of the first {} rows of the file can be used: the rest was not read", self.rows_read);
         self.errors.push(whole("not_read_further", detail));
         Flow::Enough
     }

@@ -51,10 +51,14 @@ impl<'a> Rope<'a> {
 
     fn check(&self, positions: &[usize], values: &[f32]) {
         let head_dim = self.heads.head_dim;
-        assert!(2 * self.half <= head_dim, "the rotary angles are wider than a head");
-        assert_eq!(values.len(), positions.len() * self.heads.width(), "the rows of qkv do not match the positions");
+        assert!(2 * self.half <= head_dim, "the rotary angles are wider than an attention head");
+        assert_eq!(
+            values.len(),
+            positions.len() * self.heads.width(),
+            "the number of rows of q, k and v does not match the number of positions"
+        );
         let end = positions.iter().max().map_or(0, |position| position + 1) * self.half;
-        assert!(self.cos.len() >= end && self.sin.len() >= end, "a position is beyond the table");
+        assert!(self.cos.len() >= end && self.sin.len() >= end, "a position is beyond the table of rotary angles");
         assert!(self.qk_norm.is_none_or(|norm| norm.q.len() == head_dim && norm.k.len() == head_dim));
     }
 }
@@ -113,7 +117,7 @@ const ROWS_AT_ONCE: usize = 64;
 
 /// Computes the gradients of the qk-norm weights in [`rotate`], added to dq `[head_dim]` and dk `[head_dim]`. `before`
 /// is the input of [`rotate`], `dy` the gradient of its output. Does nothing without qk-norm.
-#[expect(clippy::too_many_arguments, reason = "operands of one sum differ in length")]
+#[expect(clippy::too_many_arguments, reason = "every argument is an operand of one operation")]
 pub fn rotate_weight_vjp(
     threads: &Threads,
     isa: Isa,

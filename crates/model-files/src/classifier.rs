@@ -163,7 +163,7 @@ fn labels(keys: &Keys) -> Result<Vec<String>, ModelCardError> {
         match map.get(&index.to_string()) {
             Some(Value::String(name)) => labels.push(name.clone()),
             Some(other) => labels.push(other.to_string()),
-            None => return keys.refuse("id2label", value, "its keys must be the numbers from 0 on"),
+            None => return keys.refuse("id2label", value, "the keys of id2label must be the numbers from 0 on"),
         }
     }
     Ok(labels)

@@ -67,7 +67,7 @@ pub enum RewardFailure {
         detail: String,
     },
     /// The reward's requests cannot be recorded in the journal. The journal's implementation logs the reason.
-    #[error("reward '{reward}': its requests cannot be recorded in the journal")]
+    #[error("reward '{reward}': its requests cannot be recorded in the job's journal")]
     JournalClosed {
         /// Name of the reward.
         reward: String,

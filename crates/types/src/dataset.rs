@@ -218,7 +218,7 @@ impl RowParser<'_> {
         let read = match json::read(text) {
             Ok(value) => Ok(value),
             Err(_) if std::str::from_utf8(text).is_err() => {
-                wrong("encoding", "not UTF-8; save the file as UTF-8".to_owned())
+                wrong("encoding", "the file is not UTF-8; save it as UTF-8".to_owned())
             }
             Err(error) => {
                 let what = json::error_text(&error);
@@ -243,7 +243,7 @@ impl RowParser<'_> {
         for field in fields {
             match std::str::from_utf8(field) {
                 Ok(text) => texts.push(text),
-                Err(_) => return wrong("encoding", "not UTF-8; save the file as UTF-8".to_owned()),
+                Err(_) => return wrong("encoding", "the file is not UTF-8; save it as UTF-8".to_owned()),
             }
         }
         let Some(header) = &*self.header else {

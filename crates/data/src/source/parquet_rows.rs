@@ -299,14 +299,14 @@ fn check_group(metadata: &RowGroupMetaData, group: usize, columns: usize) -> Res
     if bytes > BOMB_BYTES && bytes / packed > BOMB_RATIO {
         return Err(whole(
             "parquet",
-            format!("row group {group} unpacks to {bytes} bytes from {packed}: write it in smaller row groups"),
+            format!("row group {group} unpacks to {bytes} bytes from {packed}: write the file in smaller row groups"),
         ));
     }
     let per_row = bytes.checked_div(metadata.num_rows().max(1)).unwrap_or(0);
     if per_row > MAX_SOURCE_ROW_BYTES as i64 {
         return Err(whole(
             "row_too_long",
-            format!("row group {group} has {per_row} bytes a row: at most 64 MiB are read"),
+            format!("row group {group} has {per_row} bytes a row, but a row may have at most 64 MiB"),
         ));
     }
     let rows = usize::try_from(BATCH_BYTES / per_row.max(1)).unwrap_or(1);

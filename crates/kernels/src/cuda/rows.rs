@@ -120,7 +120,7 @@ pub(super) fn check_rows(is_so: bool, what: &str, rows: &[Rows<'_>]) -> Result<(
 
 /// Converts a size to the kernels' type.
 pub(super) fn size(n: usize) -> Result<u32> {
-    u32::try_from(n).map_err(|_| CudaError::Input(format!("a size of {n} does not fit into 32 bits")))
+    u32::try_from(n).map_err(|_| CudaError::Input(format!("the size {n} of a tensor does not fit into 32 bits")))
 }
 
 /// Packs flags into the bits of a kernel argument.
@@ -134,7 +134,9 @@ pub(super) const THREADS: u32 = 256;
 /// Describes a kernel launch with `count` threads, in blocks of [`THREADS`].
 pub(super) fn threads(count: usize) -> Result<Launch> {
     // Kernels count threads in 32 bits, including the unused ones of the last block.
-    check(count < (1 << 32) - THREADS as usize, || format!("{count} values do not fit into 32 bits"))?;
+    check(count < (1 << 32) - THREADS as usize, || {
+        format!("a GPU kernel cannot run for {count} values: their number does not fit into 32 bits")
+    })?;
     Ok(Launch { grid: [(count as u32).div_ceil(THREADS), 1, 1], block: THREADS, shared: 0 })
 }
 
@@ -427,7 +429,11 @@ impl Parts<'_> {
     /// Adds partial sums, out (f32) += alpha · Σ over the parts, in order, of their rows from `first` on.
     pub(super) fn add(&self, device: &Device, first: usize, alpha: f32, out: Rows<'_>) -> Result<()> {
         let Parts { parts, count, rows } = *self;
-        check_rows(out.dtype == Dtype::F32 && first + out.rows <= rows, "the sum of the parts of a product", &[out])?;
+        check_rows(
+            out.dtype == Dtype::F32 && first + out.rows <= rows,
+            "the sum of the partial results of a split matrix product",
+            &[out],
+        )?;
         let params = AddParts {
             parts: parts.at::<f32>(0, count * rows * out.width)?,
             out: out.address()?,

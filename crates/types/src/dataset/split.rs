@@ -136,7 +136,8 @@ impl CsvSplit {
                 }
                 (CsvState::QuoteInQuoted, _) => {
                     self.state = CsvState::Broken;
-                    let detail = "text after a closing quote: write \"\" for a quote inside quotes";
+                    let detail =
+                        "a quoted field has text after its closing quote: write \"\" for a quote inside quotes";
                     row(self.begin, Err(Broken { code: "csv", detail, last: true }));
                 }
                 (CsvState::Broken, _) => return,
@@ -147,7 +148,7 @@ impl CsvSplit {
     pub(super) fn finish(&mut self, row: &mut CsvRow<'_>) {
         match self.state {
             CsvState::Quoted => {
-                let detail = "a quote is opened here and never closed";
+                let detail = "a quoted field begins here, and its closing quote is missing";
                 row(self.begin, Err(Broken { code: "csv", detail, last: true }));
             }
             CsvState::Broken => {}

@@ -205,10 +205,14 @@ fn too_large(
     let (pointer, advice) = match (shorter, knobs.is_empty()) {
         (_, true) => ("/model", "use a smaller model or a larger machine".to_owned()),
         (Some(_), false) => {
-            ("/sampling/max_completion_length", format!("any of these makes it fit: {}", knobs.join("; ")))
+            ("/sampling/max_completion_length", format!("any of these changes makes the job fit: {}", knobs.join("; ")))
         }
-        (None, false) if plan.lora.is_none() => ("/lora", format!("what would help: {}", knobs.join("; "))),
-        (None, false) => ("/training/prompts_per_step", format!("any of these makes it fit: {}", knobs.join("; "))),
+        (None, false) if plan.lora.is_none() => {
+            ("/lora", format!("these changes lower the memory that the job needs: {}", knobs.join("; ")))
+        }
+        (None, false) => {
+            ("/training/prompts_per_step", format!("any of these changes makes the job fit: {}", knobs.join("; ")))
+        }
     };
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let has = match place {

@@ -158,7 +158,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     };
     let finish = Finish { attempt: claim_ref.attempt, outcome };
     match with_retries(|| client.finish(claim_ref, &finish), ClientError::is_transient).await {
-        Ok(()) => tracing::info!(job = %claim_ref.job, "the attempt has ended"),
+        Ok(()) => tracing::info!(job = %claim_ref.job, "the attempt of the job has ended"),
         Err(error) => {
             tracing::warn!(job = %claim_ref.job, error = with_causes(&error), "the end of the attempt could not be reported")
         }
@@ -229,7 +229,7 @@ impl Attempt {
         let scratch = tempfile::Builder::new()
             .prefix("attempt-")
             .tempdir_in(&worker.scratch_dir)
-            .map_err(|source| ClientError::Disk { doing: "create a scratch directory", source })
+            .map_err(|source| ClientError::Disk { doing: "create a scratch directory for the job's files", source })
             .map_err(|error| failure::of_client(&error, position()))?;
         let prepared = tokio::select! {
             prepared = self.prepare(worker, &mut claim, &journal, scratch.path()) => prepared?,
@@ -243,8 +243,8 @@ impl Attempt {
             }
         }
         match claim.resume.as_ref() {
-            Some(resume) => self.events.log(format!("resumes after step {}", resume.step)),
-            None => self.events.log("starts from the beginning"),
+            Some(resume) => self.events.log(format!("the job resumes after step {}", resume.step)),
+            None => self.events.log("the job starts from the beginning"),
         }
         let host = JobHost {
             runtime: Handle::current(),

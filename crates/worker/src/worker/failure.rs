@@ -21,7 +21,13 @@ fn failure(class: FailureClass, code: &str, message: String, position: Position,
 
 /// The HTTP client for rewards could not be created.
 pub(super) fn no_reward_client(detail: &str, position: Position) -> Failure {
-    failure(FailureClass::Infra, "reward_client", format!("cannot call rewards: {detail}"), position, None)
+    failure(
+        FailureClass::Infra,
+        "reward_client",
+        format!("the worker cannot call reward services: {detail}"),
+        position,
+        None,
+    )
 }
 
 /// Failure for an error of the engine. Errors from rewards, events and checkpoints already contain their failure.

@@ -52,7 +52,9 @@ impl Header {
     /// Returns a required number of the page header.
     pub fn number(&self, field: usize) -> Result<u32, ParquetError> {
         let number = self.fields.get(field).copied().flatten();
-        number.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| broken("a required number is missing"))
+        number
+            .and_then(|number| u32::try_from(number).ok())
+            .ok_or_else(|| broken("a required number of the header is missing"))
     }
 
     /// Returns an optional boolean of the page header.
@@ -89,7 +91,7 @@ impl<R: Read> Input<R> {
                 return Ok(value);
             }
         }
-        Err(broken("a number has too many bytes"))
+        Err(broken("a number in the header has too many bytes"))
     }
 
     fn number(&mut self) -> Result<i64, ParquetError> {
@@ -143,7 +145,7 @@ impl<R: Read> Input<R> {
                 (0..count).try_for_each(|_| self.pass(byte & 0x0f, depth + 1))
             }
             12 => self.structure(depth + 1, &mut |_, _| {}),
-            _ => Err(broken("a field has an unknown type")),
+            _ => Err(broken("a field of the header has an unknown type")),
         }
     }
 }
