@@ -196,7 +196,7 @@ pub fn verify(dir: &Path) -> Result<()> {
     let manifest: Manifest = from_json(dir, MANIFEST)?;
     if manifest.format != FORMAT {
         return Err(EngineError::Checkpoint(format!(
-            "the format of its manifest is {}, not {FORMAT}",
+            "the format of the checkpoint's manifest is {}, not {FORMAT}",
             manifest.format
         )));
     }
@@ -204,7 +204,7 @@ pub fn verify(dir: &Path) -> Result<()> {
     let weights: &[&str] = if names(full::WEIGHTS) { &["config.json"] } else { &[lora::CONFIG, lora::WEIGHTS] };
     for needed in [STATE, OPTIMIZER].iter().chain(weights) {
         if !names(needed) {
-            return Err(EngineError::Checkpoint(format!("the manifest does not name {needed}")));
+            return Err(EngineError::Checkpoint(format!("the checkpoint's manifest does not name {needed}")));
         }
     }
     for file in &manifest.files {

@@ -52,7 +52,7 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
                 match policy.lora_config() {
                     Some(found) if found.is_compatible_with(lora) => Ok(()),
                     found => Err(EngineError::Adapter(format!(
-                        "its adapter was created with {found:?}, but the plan says {lora:?}"
+                        "the checkpoint's adapter was created with {found:?}, but the plan says {lora:?}"
                     ))),
                 }
             };

@@ -50,7 +50,7 @@ pub fn rms_norm_vjp(
 pub fn rms_norm_weight_vjp(threads: &Threads, isa: Isa, x: &[f32], eps: f32, dy: &[f32], dw: &mut [f32]) {
     let width = dw.len();
     let rows = rows_of(x, dw);
-    assert_eq!(x.len(), dy.len(), "x and dy differ in length");
+    assert_eq!(x.len(), dy.len(), "the norm's input x and its gradient dy differ in length");
     let mut scales = vec![0f32; rows];
     let shared = Shared::new(&mut scales);
     over_rows(threads, rows, width, |range| {
@@ -70,7 +70,11 @@ pub fn rms_norm_weight_vjp(threads: &Threads, isa: Isa, x: &[f32], eps: f32, dy:
 
 fn rows_of(x: &[f32], weight: &[f32]) -> usize {
     let rows = x.len().checked_div(weight.len()).unwrap_or(0);
-    assert_eq!(x.len(), rows * weight.len(), "the length of x is not a multiple of the weight's");
+    assert_eq!(
+        x.len(),
+        rows * weight.len(),
+        "the length of the norm's input x is not a multiple of the weight's length"
+    );
     rows
 }
 

@@ -66,7 +66,7 @@ impl<'a> Rope<'a> {
 /// Computes out `[rows, width]` = qk-norm and rotary embedding of every row of `qkv`, each at its position.
 pub fn rotate(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize], qkv: &[f32], out: &mut [f32]) {
     rope.check(positions, qkv);
-    assert_eq!(qkv.len(), out.len(), "qkv and out differ in length");
+    assert_eq!(qkv.len(), out.len(), "the rows of q, k and v and the output differ in length");
     let (width, out) = (rope.heads.width(), Shared::new(out));
     over_rows(threads, positions.len(), width, |range| {
         for row in range {
@@ -94,8 +94,11 @@ pub fn rotate_vjp(
     out: &mut [f32],
 ) {
     rope.check(positions, dy);
-    assert!(rope.qk_norm.is_none() || before.len() == dy.len(), "the input and its gradient differ in length");
-    assert_eq!(dy.len(), out.len(), "dy and out differ in length");
+    assert!(
+        rope.qk_norm.is_none() || before.len() == dy.len(),
+        "the input of the norm and its gradient differ in length"
+    );
+    assert_eq!(dy.len(), out.len(), "the gradient dy and the output differ in length");
     let (width, out) = (rope.heads.width(), Shared::new(out));
     over_rows(threads, positions.len(), width, |range| {
         for row in range {

@@ -61,7 +61,8 @@ impl ClassifierCard {
     /// Fails if the model cannot be used; the error names the file, the key, its value and what to do.
     pub fn read(dir: &Path) -> Result<ClassifierCard, ModelCardError> {
         if !dir.is_dir() {
-            let detail = "is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
+            let detail =
+                "this path is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
             return Err(ModelCardError::new(dir.display().to_string(), detail));
         }
         let value = read_json(dir, CONFIG, MAX_CONFIG_BYTES)?;

@@ -62,7 +62,7 @@ impl<'a> Rows<'a> {
     pub fn columns(self, columns: Range<usize>) -> Rows<'a> {
         assert!(
             columns.start <= columns.end && columns.end <= self.width,
-            "columns {columns:?} are not in rows of {}",
+            "columns {columns:?} do not lie in rows of {} values",
             self.width
         );
         Rows { at: self.at + columns.start, width: columns.len(), ..self }
@@ -70,7 +70,11 @@ impl<'a> Rows<'a> {
 
     /// Selects a range of rows, which must exist.
     pub fn part(self, rows: Range<usize>) -> Rows<'a> {
-        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} are not in a view of {}", self.rows);
+        assert!(
+            rows.start <= rows.end && rows.end <= self.rows,
+            "rows {rows:?} do not lie in a matrix of {} rows",
+            self.rows
+        );
         Rows { at: self.at + rows.start * self.stride, rows: rows.len(), ..self }
     }
 
@@ -166,7 +170,12 @@ params! {
 /// [`CudaError::Input`] if a row does not exist, or the shapes do not match.
 pub fn select(device: &Device, x: Rows<'_>, rows: &[u32], out: Rows<'_>) -> Result<()> {
     check(rows.len() == out.rows && rows.iter().all(|row| (*row as usize) < x.rows), || {
-        format!("{} rows of {} cannot be looked up into {}", rows.len(), x.rows, out.rows)
+        format!(
+            "{} rows of a matrix of {} rows cannot be copied to {} rows of another one",
+            rows.len(),
+            x.rows,
+            out.rows
+        )
     })?;
     select_by(device, x, &device.upload(rows)?, out)
 }
@@ -376,7 +385,7 @@ const ROWS_OF_PART: usize = 64;
 /// columns; also returns the number of partial sums.
 pub(super) fn parts_of(rows: usize, width: usize) -> Result<(Launch, usize)> {
     let parts = rows.div_ceil(ROWS_OF_PART);
-    check(parts < 1 << 16, || format!("a sum over rows has too many rows: {rows}"))?;
+    check(parts < 1 << 16, || format!("a sum over the rows of a matrix has too many rows: {rows}"))?;
     Ok((Launch { grid: [size(width)?.div_ceil(THREADS), parts as u32, 1], block: THREADS, shared: 0 }, parts))
 }
 

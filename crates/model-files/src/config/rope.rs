@@ -225,9 +225,11 @@ fn rotary_dim(keys: &Keys<'_>, key: &str, factor: Option<&Value>, sizes: Sizes) 
     let columns = (sizes.head_dim as f64 * factor) as usize;
     match columns.is_multiple_of(2) && columns > 0 {
         true => Ok(columns),
-        false => {
-            keys.refuse(key, value, &format!("{columns} columns of a head would rotate; it must be an even number"))
-        }
+        false => keys.refuse(
+            key,
+            value,
+            &format!("{columns} columns of an attention head would rotate; their number must be even"),
+        ),
     }
 }
 

@@ -328,7 +328,7 @@ fn evaluation_divergence(case: &Case<'_>, width: f64) -> Option<Divergence> {
     let mut seen = evals.observe("reward of the last evaluation (limit: the best one before it)", now, Some(best));
     (seen.from_step, seen.to_step) = (best_step + 1, now_step);
     let mut reward = trained.observe(
-        "mean of the last rollouts (limit: their mean at the best evaluation)",
+        "mean reward of the last rollouts (limit: their mean at the best evaluation)",
         trained_now,
         at(best_step),
     );

@@ -198,7 +198,7 @@ fn too_large(
     }
     if plan.lora.is_none() {
         if changed(|plan| plan.rloo.beta = 0.0) {
-            knobs.push("rloo.beta 0 (no frozen copy as reference)".to_owned());
+            knobs.push("rloo.beta 0 (no frozen copy of the model as reference)".to_owned());
         }
         knobs.push("lora instead of full fine-tuning".to_owned());
     }

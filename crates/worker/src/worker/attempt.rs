@@ -90,7 +90,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     let progress = Progress::new(done, claim.plan.total_steps());
     let (events, delivery) = Events::start(worker.client.clone(), claim_ref, stop.clone());
     let attempt = Attempt { client: worker.client.clone(), claim_ref, stop: stop.clone(), progress, events };
-    attempt.events.log(format!("attempt {} begins on {} ({})", claim_ref.attempt, worker.device, worker.id));
+    attempt.events.log(format!("attempt {} of the job begins on {} ({})", claim_ref.attempt, worker.device, worker.id));
 
     let leave = {
         let (leaving, stop) = (worker.leaving.clone(), stop.clone());

@@ -31,7 +31,7 @@ pub enum ClientError {
         detail: String,
     },
     /// The server is overloaded or failing.
-    #[error("the server answered {0}")]
+    #[error("the server answered with status {0}")]
     Unavailable(u16),
     /// The server did not answer.
     #[error("the server cannot be reached")]

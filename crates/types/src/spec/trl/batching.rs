@@ -44,7 +44,7 @@ pub(super) fn read_batches(keys: &Keys<'_>, evaluates: bool) -> Option<Batches> 
     }
     if let Some(whole) = whole.filter(|whole| whole % slice != 0) {
         let detail = format!(
-            "{whole} is not a multiple of per_device_train_batch_size · devices ({slice}): the nearest valid values are {}",
+            "the generation batch of {whole} completions is not a multiple of per_device_train_batch_size · devices ({slice}): the nearest valid values are {}",
             multiples_near(whole, slice)
         );
         keys.fail("generation_batch_size", "invalid_value", detail);
