@@ -257,7 +257,7 @@ impl<'p> Pass<'p> {
             .map_err(|error| rejected(in_file(source, error)))?;
         }
         if self.options.cancelled.load(Ordering::Relaxed) && self.num_errors == 0 {
-            self.error(whole("cancelled", "the conversion was cancelled".to_owned()));
+            self.error(whole("cancelled", "the conversion of the dataset was cancelled".to_owned()));
         }
         if self.num_errors == 0 && self.rows_read > 0 {
             self.check_names();
@@ -276,7 +276,7 @@ impl<'p> Pass<'p> {
         take: &mut dyn FnMut(Value) -> Result<Flow, RowError>,
     ) -> Flow {
         if self.options.cancelled.load(Ordering::Relaxed) {
-            self.error(whole("cancelled", "the conversion was cancelled".to_owned()));
+            self.error(whole("cancelled", "the conversion of the dataset was cancelled".to_owned()));
             return Flow::Enough;
         }
         if (self.is_late)() {

@@ -217,7 +217,7 @@ impl Hub {
             let host = host_of(at);
             return match again {
                 true => Failed {
-                    error: HubError::Unreachable { host, detail: format!("the server answered {status}") },
+                    error: HubError::Unreachable { host, detail: format!("the server answered with status {status}") },
                     is_transient: true,
                     wait,
                     cdn_forbids: status == StatusCode::FORBIDDEN,

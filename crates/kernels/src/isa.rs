@@ -60,7 +60,7 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         return super::amx::refused();
         #[cfg(not(target_arch = "x86_64"))]
-        Some("AMX is a feature of x86-64")
+        Some("only x86-64 CPUs have AMX")
     }
 
     /// The instruction set for kernels without products of bf16 packs, which are all that AMX supports.

@@ -153,7 +153,7 @@ fn labels(keys: &Keys) -> Result<Vec<String>, ModelCardError> {
     let Some(value) = keys.get("id2label") else {
         return match keys.size("num_labels", Some(2))? {
             n if n <= MAX_LABELS => Ok(numbered(n)),
-            n => keys.refuse("num_labels", &n.into(), "the value is out of range"),
+            n => keys.refuse("num_labels", &n.into(), "the number of labels is out of range"),
         };
     };
     let Some(map) = value.as_object().filter(|map| (1..=MAX_LABELS).contains(&map.len())) else {

@@ -246,7 +246,7 @@ pub(crate) fn io_error(file: &str, error: &std::io::Error) -> ModelCardError {
     let advice = match error.kind() {
         std::io::ErrorKind::NotFound => "is missing; the model directory needs it",
         std::io::ErrorKind::PermissionDenied => "cannot be read (permission denied)",
-        _ => return ModelCardError::new(file, format!("cannot be read: {error}")),
+        _ => return ModelCardError::new(file, format!("the file cannot be read: {error}")),
     };
     ModelCardError::new(file, advice)
 }

@@ -172,7 +172,7 @@ impl Driver for Gpu {
     fn find(&mut self, name: &str) -> Result<Found, CudaError> {
         // Finding a kernel may report errors of earlier work, and loads its code if this was not done yet.
         let not_found = |error: result::DriverError| match error.0 {
-            CUresult::CUDA_ERROR_NOT_FOUND => CudaError::Input(format!("there is no kernel named {name}")),
+            CUresult::CUDA_ERROR_NOT_FOUND => CudaError::Input(format!("there is no GPU kernel named {name}")),
             _ => of_driver(&format!("cuModuleGetFunction {name}"), error),
         };
         let terminated = CString::new(name)

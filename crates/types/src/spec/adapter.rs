@@ -146,7 +146,7 @@ fn check_kind(config: &Value) -> Result<(), String> {
         }
     }
     if !matches!(config.get("bias").map(Value::as_str), None | Some(Some("none"))) {
-        return refused(config, "bias", "only \"none\" is supported");
+        return refused(config, "bias", "the only supported value is \"none\"");
     }
     match config.get("init_lora_weights").and_then(Value::as_str) {
         Some(name) if ["pissa", "olora", "corda", "loftq"].iter().any(|n| name.starts_with(n)) => {

@@ -217,7 +217,7 @@ fn too_large(
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let has = match place {
         Place::Cpu => format!("a worker may use {} MiB (--memory-limit)", mib(limit)),
-        Place::Cuda { .. } => format!("a run may use {} MiB of the GPU (--gpu-memory)", mib(limit)),
+        Place::Cuda { .. } => format!("a run may use {} MiB of the GPU's memory (--gpu-memory)", mib(limit)),
     };
     let detail = format!(
         "the job needs about {} MiB (process {}, weights {}, reference {}, reward models {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}, allocator {}) and {has}: {advice}",

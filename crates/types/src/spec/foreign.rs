@@ -29,12 +29,12 @@ const VALUE_MODEL: &str =
     "RLOO has no value model: the baseline is the mean reward of the other completions of the prompt. Remove this key";
 const ADVANTAGE_DISCOUNT: &str = "this key belongs to PPO's generalized advantage estimation; RLOO gives the whole completion one advantage. Remove this key";
 const PPO_CLIP: &str = "this key is PPO's name of the policy clip: use rloo.epsilon (and rloo.epsilon_high)";
-const ADAPTIVE_KL: &str = "the KL coefficient is constant: use rloo.beta";
+const ADAPTIVE_KL: &str = "the coefficient of the KL penalty is constant: use rloo.beta";
 const PRECISION: &str = "use training.dtype: \"f32\" or \"bf16\"";
 const QUANTIZED: &str = "quantized base models are not supported; register the unquantized model and remove this key";
 const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute; remove this key";
 const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
-const BATCH: &str = "batches are counted in prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); the worker chooses micro-batches itself";
+const BATCH: &str = "the size of a batch is its number of prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); the worker chooses micro-batches itself";
 const SAVING: &str = "use checkpoints {every_steps, every_seconds, keep_last, keep_best, metric_for_best}";
 const EARLY: &str = "use early_stopping {metric, patience, min_delta}";
 const EVALUATING: &str = "use eval {dataset or fraction, every_steps, before_start, num_generations, temperature}";

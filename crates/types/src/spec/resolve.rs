@@ -240,7 +240,7 @@ fn check_dataset(
                 [] => "the dataset is not a list of sources".to_owned(),
                 known => format!("the sources of the {which} are {}", known.join(", ")),
             };
-            let detail = format!("there is no source '{}': {there_are}", shown(name));
+            let detail = format!("the dataset has no source '{}': {there_are}", shown(name));
             errors.push(FieldError::new(at("applies_to"), "unknown_source", detail));
         }
         // A reward that judges some sources needs its columns in those sources only.

@@ -107,8 +107,10 @@ pub(super) fn read_reward_secrets(field: &Field<'_>) -> BTreeMap<String, RewardS
         let Some(reader) = of_reward.object() else { continue };
         secrets.insert(name.clone(), service::read_secrets(&reader));
         reader.finish(|key, _| {
-            let detail =
-                format!("'{}' is not a secret: known here are secret, previous_secret and headers", shown(key));
+            let detail = format!(
+                "the field '{}' is not a secret of a reward: known are secret, previous_secret and headers",
+                shown(key)
+            );
             Some(("unknown_field", detail))
         });
     }

@@ -120,7 +120,7 @@ fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
             Value::Object(config) => config.clone(),
             Value::Null => Map::new(),
             _ => {
-                fail(&config_pointer, "must be an RLOOConfig: an object");
+                fail(&config_pointer, "the configuration must be an RLOOConfig: an object");
                 Map::new()
             }
         };
@@ -223,7 +223,7 @@ fn read_adapter<'v>(
         }
         mark_flat_keys_read(keys);
         let Some(map) = value.as_object() else {
-            let detail = "must be a LoraConfig: {\"r\": 16, \"lora_alpha\": 32, \"target_modules\": \"all-linear\"}";
+            let detail = "the adapter's configuration must be a LoraConfig: {\"r\": 16, \"lora_alpha\": 32, \"target_modules\": \"all-linear\"}";
             findings.errors.borrow_mut().push(FieldError::new(pointer, "invalid_type", detail));
             return Value::Null;
         };
@@ -323,7 +323,9 @@ fn write_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String
     let mut rewards = rewards.cloned().or(self::rewards::named_rewards(keys, rewards.is_some()));
     if let Some(weights) = keys.value("reward_weights") {
         match (weights.as_array(), rewards.as_mut().map(Value::as_array_mut)) {
-            (None, _) => keys.fail("reward_weights", "invalid_type", "must be a list of numbers, one per reward"),
+            (None, _) => {
+                keys.fail("reward_weights", "invalid_type", "reward_weights must be a list of numbers, one per reward")
+            }
             (Some(weights), Some(Some(rewards))) if weights.len() != rewards.len() => {
                 let detail = format!(
                     "{} weights for {} rewards: give one weight per reward, in their order",

@@ -121,7 +121,7 @@ pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
 /// Failure for a transfer that failed for [`MAX_OUTAGE`](super::client::OUTAGE), although the server answers other calls.
 pub(super) fn transfer_failed(error: &ClientError, position: Position) -> Failure {
     let message = format!(
-        "a transfer between worker and server failed for 15 minutes, while the server answers other calls: {}",
+        "a file transfer between worker and server failed for 15 minutes, while the server answers other calls: {}",
         with_causes(error)
     );
     let suggestion =
@@ -145,7 +145,7 @@ pub(super) fn events_refused(position: Position) -> Failure {
 /// Failure for a model that differs from the one the job was accepted with.
 pub(super) fn model_changed(position: Position) -> Failure {
     let message = "the model's files have changed since the job was accepted".to_owned();
-    let suggestion = "restore the files and retry the job, or register the model again and submit a new job";
+    let suggestion = "restore the model's files and retry the job, or register the model again and submit a new job";
     failure(FailureClass::User, "model_changed", message, position, Some(suggestion))
 }
 

@@ -44,7 +44,7 @@ impl Header {
         })?;
         header.header_bytes = input.read;
         if header.unpacked_bytes < 0 || header.packed_bytes < 0 {
-            return Err(broken("the page's size is missing"));
+            return Err(broken("the size of the page is missing in the header"));
         }
         Ok(header)
     }
@@ -79,7 +79,7 @@ impl<R: Read> Input<R> {
     fn skip(&mut self, bytes: u64) -> Result<(), ParquetError> {
         let skipped = std::io::copy(&mut (&mut self.from).take(bytes), &mut std::io::sink())?;
         self.read += skipped;
-        if skipped == bytes { Ok(()) } else { Err(broken("the header is too long, or cut off")) }
+        if skipped == bytes { Ok(()) } else { Err(broken("the header of the page is too long, or cut off")) }
     }
 
     fn varint(&mut self) -> Result<u64, ParquetError> {

@@ -62,7 +62,7 @@ impl Cache {
 
     /// Returns the buffer with the current step's token ids.
     pub(super) fn tokens(&self) -> Result<&Buffer> {
-        self.tokens.as_ref().ok_or_else(|| EngineError::Input("no generation step is in progress".to_owned()))
+        self.tokens.as_ref().ok_or_else(|| EngineError::Input("no step of generating tokens is in progress".to_owned()))
     }
 
     pub(super) fn close(&mut self) {

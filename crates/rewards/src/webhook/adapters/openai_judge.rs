@@ -46,7 +46,9 @@ impl OpenaiJudge {
             return Err(none("judge_refused", format!("the judge refused to answer: {}", cut(refusal, 200))));
         }
         match choice.get("finish_reason").and_then(Value::as_str) {
-            Some("content_filter") => return Err(none("judge_refused", "the judge's answer was filtered".to_owned())),
+            Some("content_filter") => {
+                return Err(none("judge_refused", "the judge's answer was removed by a content filter".to_owned()));
+            }
             Some("length") => {
                 let limit = self.plan.max_completion_tokens;
                 return Err(none(

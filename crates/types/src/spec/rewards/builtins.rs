@@ -161,7 +161,7 @@ fn read_json_schema(reader: &Reader<'_>) -> RewardKind {
     }
     if let Some(value) = schema.value() {
         if !(value.is_object() || value.is_boolean()) {
-            schema.fail("invalid_type", "must be a JSON Schema: an object, or true or false");
+            schema.fail("invalid_type", "the schema must be a JSON Schema: an object, or true or false");
         } else if let Err(error) = JsonSchema::new(value) {
             schema.fail("invalid_value", error);
         }
@@ -256,7 +256,7 @@ fn read_multi(reader: &Reader<'_>) -> RewardKind {
             let known = field.map();
             for name in parsed.names() {
                 if !known.is_some_and(|known| known.contains_key(&name)) {
-                    formula.fail("invalid_value", format!("there is no grader '{name}'"));
+                    formula.fail("invalid_value", format!("the multi grader has no grader '{name}'"));
                 }
             }
         }

@@ -44,7 +44,7 @@ fn read_function(field: &Field<'_>) -> String {
     if !function.split('.').all(is_name) {
         field.fail(
             "invalid_value",
-            "must be the name of one function: letters, digits and '_', as in accuracy or Judge.score",
+            "the field 'function' must be the name of one function: letters, digits and '_', as in accuracy or Judge.score",
         );
     }
     function.to_owned()

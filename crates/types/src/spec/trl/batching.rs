@@ -100,7 +100,7 @@ fn in_prompts(keys: &Keys<'_>, micro: Micro) -> Option<Batches> {
 fn read_generations(keys: &Keys<'_>) -> Option<u64> {
     let generations = keys.count("num_generations", 0)?;
     if generations < 2 {
-        let detail = "must be at least 2: the baseline of a completion is the mean reward of the other completions of its prompt";
+        let detail = "num_generations must be at least 2: the baseline of a completion is the mean reward of the other completions of its prompt";
         keys.fail("num_generations", "out_of_range", detail);
         return None;
     }

@@ -116,7 +116,7 @@ pub(super) const IGNORED: &[Entry] = &[
             "group_by_length",
             "past_index",
         ],
-        reason: "RLOO does not use this key, in TRL either",
+        reason: "RLOO uses this key neither here nor in TRL",
     },
     Entry { keys: &["remove_unused_columns"], reason: "every column of the dataset is sent to the rewards" },
     Entry {
@@ -294,7 +294,11 @@ pub(super) const REFUSED: &[Refused] = &[
         off: &[],
         reason: "only plain LoRA on the linear layers is supported: remove this key",
     },
-    Refused { keys: &["lora_task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is CAUSAL_LM: remove this key" },
+    Refused {
+        keys: &["lora_task_type"],
+        off: &["\"CAUSAL_LM\""],
+        reason: "the task is always CAUSAL_LM: remove this key",
+    },
     Refused {
         keys: &["model_revision"],
         off: &["\"main\""],

@@ -34,7 +34,7 @@ const REFUSED: &[Refused] = &[
         off: &["true", "\"true\"", "\"kaiming\""],
         reason: "A starts uniform (Kaiming) and B at zero, as PEFT's default does: remove this key",
     },
-    Refused { keys: &["task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is CAUSAL_LM: remove this key" },
+    Refused { keys: &["task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is always CAUSAL_LM: remove this key" },
     Refused {
         keys: &["modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias"],
         off: &[],

@@ -223,7 +223,7 @@ fn interval(keys: &Keys<'_>, key: &str, steps: f64, length: &Length) -> Option<u
         steps if steps >= 1.0 => Some(steps as u64),
         steps if steps > 0.0 => fraction(keys, key, steps, length).map(|steps| steps.max(1)),
         _ => {
-            keys.fail(key, "out_of_range", format!("must be greater than 0, not {steps}"));
+            keys.fail(key, "out_of_range", format!("the number of steps must be greater than 0, not {steps}"));
             None
         }
     }
