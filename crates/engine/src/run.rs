@@ -309,9 +309,9 @@ impl Data {
         }
         if self.answered.is_empty() {
             let why = if num_rows == 0 {
-                "its dataset has no rows"
+                "the warm-up's dataset has no rows"
             } else {
-                "the prompts of all its rows are also evaluated"
+                "the prompts of all rows are also evaluated"
             };
             let detail = format!("the warm-up has no rows to train on: {why}; add rows");
             return Err(RunEnd::Failed(EngineError::Prompts(detail)));

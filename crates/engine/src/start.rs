@@ -52,7 +52,7 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
                 match policy.lora_config() {
                     Some(found) if found.is_compatible_with(lora) => Ok(()),
                     found => Err(EngineError::Adapter(format!(
-                        "its adapter was created with {found:?}, but the plan says {lora:?}"
+                        "the checkpoint's adapter was created with {found:?}, but the plan says {lora:?}"
                     ))),
                 }
             };
@@ -123,7 +123,9 @@ pub(super) fn save_reference(policy: &Policy, scratch_dir: &Path) -> Result<temp
 fn read_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Result<ReferenceModel> {
     let path = dir.join(REFERENCE);
     let values = tensors::Reader::open(&path)?.f32s(TENSOR)?;
-    let values = values.ok_or_else(|| EngineError::Checkpoint(format!("{REFERENCE} holds no weights")))?;
+    let values = values.ok_or_else(|| {
+        EngineError::Checkpoint(format!("the file {REFERENCE} holds no weights of the reference model"))
+    })?;
     policy.set_parameter_values(&values)?;
     drop(values);
     let reference = warmed_reference(policy);
@@ -154,7 +156,7 @@ pub(super) fn rounding_warning(policy: &Policy, dtype: ComputeDtype) -> Option<E
         return None;
     }
     let message = format!(
-        "the model is stored as {stored:?} and training.dtype is bf16: its matrices are rounded to bf16, in rollouts, training and reference alike"
+        "the model's weights are stored as {stored:?} and training.dtype is bf16: its matrices are rounded to bf16, in rollouts, training and reference alike"
     );
     Some(Event::Warning { code: "weights_rounded".into(), message, data: json!({ "stored": format!("{stored:?}") }) })
 }

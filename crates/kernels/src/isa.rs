@@ -60,7 +60,7 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         return super::amx::refused();
         #[cfg(not(target_arch = "x86_64"))]
-        Some("AMX is a feature of x86-64")
+        Some("only x86-64 CPUs have AMX")
     }
 
     /// The instruction set for kernels without products of bf16 packs, which are all that AMX supports.
@@ -86,7 +86,10 @@ impl Isa {
             Some(why) if isa == Isa::Amx => format!(" ({why})"),
             _ => String::new(),
         };
-        Err(format!("{name} does not run on this machine{why}: use auto or one of {}", available.join(", ")))
+        Err(format!(
+            "the instruction set {name} does not run on this machine{why}: use auto or one of {}",
+            available.join(", ")
+        ))
     }
 
     /// Returns the instruction set of `RLOOD_ISA`, or the fastest if it is not set. The variable is read once.
@@ -122,7 +125,10 @@ impl FromStr for Isa {
 
     fn from_str(name: &str) -> Result<Isa, String> {
         let known = Isa::ALL.map(Isa::name).join(", ");
-        Isa::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| format!("{name:?} is none of auto, {known}"))
+        Isa::ALL
+            .into_iter()
+            .find(|isa| isa.name() == name)
+            .ok_or_else(|| format!("the instruction set {name:?} is none of auto, {known}"))
     }
 }
 

@@ -112,7 +112,8 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
             let _ = sender.send(probe.run());
         })
         .map_err(|error| failed("thread", error))?;
-    let mut report = receiver.await.map_err(|_| failed("panicked", "the engine panicked; see the server's log"))?;
+    let mut report =
+        receiver.await.map_err(|_| failed("panicked", "the training engine panicked; see the server's log"))?;
     report.reward_range = combined_range(&limited, &ranges);
     report.warnings.splice(0..0, remarks.into_iter().flatten());
     Ok(report)
