@@ -23,7 +23,7 @@ pub(super) use permission::refused;
 /// Rows of a tile.
 pub(super) const ROWS: usize = 16;
 /// Steps of a sum that a tile holds.
-const STEPS: usize = 32;
+pub(super) const STEPS: usize = 32;
 /// Rows of a cell: a block of weights meets them all, and with [`DEEPER`] the inputs stay in the second-level cache.
 pub(super) const ROWS_AT_ONCE: usize = 288;
 /// Steps of the packed inputs of many rows.
@@ -50,14 +50,19 @@ unsafe impl Send for Tiled {}
 unsafe impl Sync for Tiled {}
 
 impl Tiled {
-    fn new(data: *const u8, rows: &Range<usize>, sum: &Range<usize>) -> Tiled {
+    pub(super) fn new(data: *const u8, rows: &Range<usize>, sum: &Range<usize>) -> Tiled {
         Tiled { data, rows: (rows.start, rows.end), sum: (sum.start, sum.end), blocks: sum.len().div_ceil(STEPS) }
     }
 
     /// Of a tile of rows, from a step on.
-    fn at(&self, row: usize, step: usize) -> *const u8 {
+    pub(super) fn at(&self, row: usize, step: usize) -> *const u8 {
         let (tile, block) = ((row - self.rows.0) / ROWS, (step - self.sum.0) / STEPS);
         self.data.wrapping_add((tile * self.blocks + block) * tiles::BYTES)
+    }
+
+    /// Bytes from one tile of rows to the next.
+    pub(super) fn tile_bytes(&self) -> usize {
+        self.blocks * tiles::BYTES
     }
 
     /// From a row on, a whole number of tiles after the first: from now on rows count from it.
@@ -86,10 +91,10 @@ pub(super) fn shares_rows(rows: usize) -> bool {
     rows > FEW
 }
 
-/// For how many rows at a time.
-pub(super) fn rows_shared(jobs: &[Job<'_>]) -> usize {
+/// For how many rows at a time, at least those of a cell.
+pub(super) fn rows_shared(jobs: &[Job<'_>], cell: usize) -> usize {
     let steps: usize = jobs.iter().map(|job| job.sum.len()).sum();
-    (SHARED / steps.max(1)).max(ROWS_AT_ONCE) / (2 * ROWS) * (2 * ROWS)
+    (SHARED / steps.max(1)).max(cell) / (2 * ROWS) * (2 * ROWS)
 }
 
 /// The inputs of a job for some rows, laid out by all threads.
@@ -118,7 +123,7 @@ unsafe impl Sync for Turned {}
 
 impl Turned {
     /// Of a panel of inputs, from an output on.
-    fn at(&self, weight: &PackedMatrix, panel: usize, output: usize) -> *const u32 {
+    pub(super) fn at(&self, weight: &PackedMatrix, panel: usize, output: usize) -> *const u32 {
         let blocks = panel * weight.panels() + output / PANEL;
         self.0.wrapping_add(blocks * turned_words(PackDtype::Bf16))
     }
@@ -163,12 +168,10 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
                     let tiled = job.tiled.unwrap_or_else(|| {
                         let inputs = &mut inputs[job.slot];
                         if !inputs.holds(job, &rows, &sum, 0) {
-                            let words = tiles * sum.len().div_ceil(STEPS) * tiles::BYTES / 4;
-                            // Safety: AVX-512; there is room.
-                            unsafe { pack(job, &rows, &sum, room(&mut inputs.lines, words).cast()) };
+                            // Safety: AVX-512.
+                            unsafe { lay_out(job, &rows, &sum, &mut inputs.lines) };
                         }
-                        let data = inputs.lines.as_ptr().cast();
-                        Tiled::new(data, &rows, &sum)
+                        Tiled::new(inputs.lines.as_ptr().cast(), &rows, &sum)
                     });
                     *part = Some((job, tiled, sum));
                 }
@@ -238,7 +241,7 @@ unsafe fn one_panel<'a, 'j: 'a>(
             let is_turned_here = job.side == Side::Backward && job.turned.is_none();
             tiles::Block {
                 inputs: tiled.at(rows.start, block.start),
-                inputs_stride: tiled.blocks * tiles::BYTES,
+                inputs_stride: tiled.tile_bytes(),
                 weights: weights.cast(),
                 steps,
                 next: weights.wrapping_add(if is_turned_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
@@ -259,7 +262,7 @@ unsafe fn one_panel<'a, 'j: 'a>(
 
 /// What sums of tiles begin with.
 #[derive(Clone, Copy, Debug)]
-enum Begin {
+pub(super) enum Begin {
     Zero,
     /// For every row the same.
     Bias(*const f32),
@@ -269,7 +272,7 @@ enum Begin {
 
 impl Begin {
     /// Of a job's outputs from a row and column on.
-    unsafe fn of(job: &Job<'_>, begins: bool, row: usize, column: usize) -> Begin {
+    pub(super) unsafe fn of(job: &Job<'_>, begins: bool, row: usize, column: usize) -> Begin {
         match job.start {
             Start::Zero if begins => Begin::Zero,
             Start::Bias(bias) if begins => Begin::Bias(bias[column..].as_ptr()),
@@ -282,7 +285,7 @@ impl Begin {
     }
 
     /// Into the sums of some rows, so many columns.
-    unsafe fn copy(self, rows: Range<usize>, first: usize, valid: usize, sums: *mut f32) {
+    pub(super) unsafe fn copy(self, rows: Range<usize>, first: usize, valid: usize, sums: *mut f32) {
         for row in rows {
             // Safety: the caller's.
             unsafe {
@@ -299,9 +302,9 @@ impl Begin {
 
 /// Where tiles go.
 #[derive(Clone, Copy, Debug)]
-struct Output {
-    at: *mut f32,
-    stride: usize,
+pub(super) struct Output {
+    pub at: *mut f32,
+    pub stride: usize,
 }
 
 /// Operations of a step of [`peak`].
@@ -334,6 +337,16 @@ pub(super) unsafe fn peak(steps: usize) -> f32 {
         );
     }
     0.0
+}
+
+/// The inputs of a job for some rows, on the calling thread.
+///
+/// # Safety
+/// The machine has AVX-512.
+pub(super) unsafe fn lay_out(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, lines: &mut Vec<Line>) {
+    let words = rows.len().div_ceil(ROWS) * sum.len().div_ceil(STEPS) * tiles::BYTES / 4;
+    // Safety: the caller's; there is room.
+    unsafe { pack(job, rows, sum, room(lines, words).cast()) };
 }
 
 /// `[tile][block][16][32]` bf16, zeros beyond the rows and the sum.
@@ -408,6 +421,6 @@ unsafe fn pack_with(
 }
 
 /// Outputs of a panel.
-fn valid(job: &Job<'_>, panel: usize) -> usize {
+pub(super) fn valid(job: &Job<'_>, panel: usize) -> usize {
     job.columns.end.saturating_sub(panel * PANEL).min(PANEL)
 }

@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 #[cfg(target_arch = "x86_64")]
-use super::amx;
+use super::{amx, dpbf16};
 use super::isa::Isa;
 use super::pack::{PANEL, PackDtype, PackedMatrix};
 use super::threads::{Shared, Threads};
@@ -148,8 +148,8 @@ fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize, (width, si
         SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, jobs, scratch, rows, panels));
     };
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx && amx::shares(jobs, rows) {
-        return shared::spread(threads, jobs, rows, width);
+    if isa.rounds_inputs() && amx::shares(jobs, rows) {
+        return shared::spread(threads, isa, jobs, rows, width);
     }
     cut(threads, isa, jobs[0].side, rows, width, size, |rows, panels| cell(jobs, rows, panels));
 }
@@ -182,7 +182,7 @@ pub fn with_laid<T>(
     f: impl FnOnce(Laid) -> T,
 ) -> T {
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx {
+    if isa.rounds_inputs() {
         let inputs = Inputs { values: x, stride: weight.k(), first_row: 0, first: 0 };
         inputs.check(rows, weight.k());
         return shared::with_laid(threads, inputs, rows, weight, |tiled| f(Laid { tiled }));
@@ -271,16 +271,16 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
     let rank = a.n();
     assert!(isa.runs(), "{isa} does not run on this machine");
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx
+    if isa.rounds_inputs()
         && amx::shares(std::slice::from_ref(&base), rows)
         && [a, b].iter().all(|factor| factor.dtype() == PackDtype::Bf16)
     {
-        return shared::linear(threads, &base, (a, b, parts), hidden_out, rows);
+        return shared::linear(threads, isa, &base, (a, b, parts), hidden_out, rows);
     }
     cut(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
         SCRATCH.with_borrow_mut(|scratch| {
             // The inputs of so many rows are packed once for both.
-            let at_once = if isa == Isa::Amx { rows.len() } else { product::ROWS };
+            let at_once = if isa.rounds_inputs() { rows.len() } else { product::ROWS };
             for rows in product::balanced(rows, at_once) {
                 let of = Some((call, rows.clone()));
                 let mut hidden = std::mem::take(&mut scratch.hidden);
@@ -346,8 +346,8 @@ pub fn linear_backward(threads: &Threads, isa: Isa, linear: LinearBack<'_>, out:
     let (rows, rank) = (out.rows, a.n());
     assert!(a.k() == weight.k() && dh.len() >= rows * rank && parts.len() == b_transposed.len());
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx && shared::goes_back(&of_weight, (a, b_transposed, parts), rows) {
-        return shared::linear_backward(threads, of_weight, (a, b_transposed, parts), (dh, adds), out);
+    if isa.rounds_inputs() && shared::goes_back(&of_weight, (a, b_transposed, parts), rows) {
+        return shared::linear_backward(threads, isa, of_weight, (a, b_transposed, parts), (dh, adds), out);
     }
     for ((outputs, ranks), b) in parts.iter().zip(b_transposed) {
         let to = Output { y: &mut dh[ranks.start..], stride: rank, rows, add: false };
@@ -411,8 +411,11 @@ fn run_jobs(isa: Isa, jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize
     // Safety: the rung is available, and the bounds were checked where the job was made.
     unsafe {
         #[cfg(target_arch = "x86_64")]
-        if isa == Isa::Amx && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16) {
-            return amx::product(jobs, scratch, rows, panels);
+        if isa.rounds_inputs() && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16) {
+            return match isa {
+                Isa::Amx => amx::product(jobs, scratch, rows, panels),
+                _ => dpbf16::product(jobs, scratch, rows, panels),
+            };
         }
         product::product(tile::rung(isa), jobs, scratch, rows, panels);
     }

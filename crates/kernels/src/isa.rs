@@ -13,13 +13,15 @@ pub enum Isa {
     Avx2,
     /// 512-bit vectors.
     Avx512,
-    /// Tiles of bf16 multiplied at once; packs of f32 as on the rung below.
+    /// The same with an instruction that multiplies pairs of bf16 (AVX512-BF16); packs of f32 as on the rung below.
+    Avx512Bf16,
+    /// Tiles of bf16 multiplied at once; packs of f32 as on [`Isa::Avx512`].
     Amx,
 }
 
 impl Isa {
     /// Every rung, the slowest first.
-    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
+    pub const ALL: [Isa; 5] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx];
 
     /// The name in `--isa`.
     pub fn name(self) -> &'static str {
@@ -27,6 +29,7 @@ impl Isa {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Avx512Bf16 => "avx512_bf16",
             Isa::Amx => "amx",
         }
     }
@@ -40,16 +43,18 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => Isa::Avx2.is_available() && is_x86_feature_detected!("avx512f"),
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => super::dpbf16::refused().is_none(),
+            #[cfg(target_arch = "x86_64")]
             Isa::Amx => super::amx::refused().is_none(),
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 | Isa::Amx => false,
+            Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => false,
         }
     }
 
     /// [`Isa::is_available`], or emulated in tests.
     pub(super) fn runs(self) -> bool {
         #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
-        if self == Isa::Amx && crate::amx::tests::emulator::is_installed() {
+        if matches!(self, Isa::Avx512Bf16 | Isa::Amx) && crate::amx::tests::emulator::is_installed() {
             return true;
         }
         self.is_available()
@@ -63,7 +68,25 @@ impl Isa {
         Some("AMX is a feature of x86-64")
     }
 
-    /// The rung for kernels that multiply no packs of bf16: AMX does nothing else.
+    /// Whether products with packs of bf16 round their inputs to bf16 too. The rungs below widen the weights instead.
+    pub fn rounds_inputs(self) -> bool {
+        matches!(self, Isa::Avx512Bf16 | Isa::Amx)
+    }
+
+    /// How many times the rate of f32 multiply-adds [`Isa::Avx512Bf16`] reaches on this machine, measured once in a few
+    /// milliseconds; `None` where the machine cannot run it. `auto` takes the rung from [`Isa::WORTH_IT`] on.
+    pub fn bf16_gain() -> Option<f64> {
+        #[cfg(target_arch = "x86_64")]
+        return super::dpbf16::gain();
+        #[cfg(not(target_arch = "x86_64"))]
+        None
+    }
+
+    /// The least [`Isa::bf16_gain`] for which `auto` takes [`Isa::Avx512Bf16`]: some processors run the instruction at half the
+    /// rate of f32 multiply-adds, others at twice.
+    pub const WORTH_IT: f64 = 1.3;
+
+    /// The rung for kernels that multiply no packs of bf16: the rungs above do nothing else.
     pub fn vectors(self) -> Isa {
         self.min(Isa::Avx512)
     }
@@ -83,6 +106,7 @@ impl Isa {
         let available: Vec<&str> = Isa::available().map(Isa::name).collect();
         let why = match Isa::refused() {
             Some(why) if isa == Isa::Amx => format!(" ({why})"),
+            _ if isa == Isa::Avx512Bf16 => " (it needs the instructions AVX512-BF16)".to_owned(),
             _ => String::new(),
         };
         Err(format!("{name} does not run on this machine{why}: use auto or one of {}", available.join(", ")))
@@ -106,7 +130,9 @@ impl Isa {
     /// The fastest one this machine can run.
     pub fn best() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
-        *BEST.get_or_init(|| Isa::available().last().unwrap_or(Isa::Portable))
+        let is_worth_it =
+            |isa: &Isa| *isa != Isa::Avx512Bf16 || Isa::bf16_gain().is_some_and(|gain| gain >= Isa::WORTH_IT);
+        *BEST.get_or_init(|| Isa::available().collect::<Vec<_>>().into_iter().rfind(is_worth_it).unwrap_or(Isa::Portable))
     }
 }
 
@@ -139,6 +165,16 @@ mod tests {
             }
         }
         assert!(Isa::choose("sse9").is_err_and(|message| message.contains("avx512")));
+    }
+
+    #[test]
+    fn auto_takes_the_bf16_instructions_where_they_are_faster() {
+        assert_eq!(Isa::bf16_gain().is_some(), Isa::Avx512Bf16.is_available());
+        let Some(gain) = Isa::bf16_gain() else { return };
+        assert!(gain > 0.2 && gain < 8.0, "{gain}");
+        if !Isa::Amx.is_available() {
+            assert_eq!(Isa::best() == Isa::Avx512Bf16, gain >= Isa::WORTH_IT);
+        }
     }
 
     #[test]

@@ -10,7 +10,8 @@ use super::threads::Threads;
 /// Measurements, of which the best counts.
 const TRIES: usize = 5;
 
-/// 10⁹ operations a second of all threads, a multiply-add being two, on registers alone: in f32 or, for AMX, in bf16 tiles.
+/// 10⁹ operations a second of all threads, a multiply-add being two, on registers alone: in f32 or, for AMX
+/// and AVX512-BF16, in bf16.
 pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
     assert!(isa.is_available(), "{isa} does not run on this machine");
     const STEPS: usize = 2_000_000;
@@ -21,6 +22,8 @@ pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
                     Isa::Amx => super::amx::peak(STEPS),
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::Avx512Bf16 => super::dpbf16::peak(STEPS),
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx512 => peak_avx512(STEPS),
                     #[cfg(target_arch = "x86_64")]
@@ -35,7 +38,9 @@ pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => super::amx::PEAK_FLOPS,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => 24 * 16 * 2,
+        Isa::Avx512Bf16 => super::dpbf16::PEAK_FLOPS,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => AVX512_FLOPS,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => 12 * 8 * 2,
         _ => 4 * Portable::LANES * 2,
@@ -43,9 +48,15 @@ pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
     (flops * STEPS * threads.count()) as f64 / best / 1e9
 }
 
+/// Operations of a step of [`peak_avx512`].
+#[cfg(target_arch = "x86_64")]
+pub(super) const AVX512_FLOPS: usize = 24 * 16 * 2;
+
+/// # Safety
+/// The machine has AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn peak_avx512(steps: usize) -> f32 {
+pub(super) unsafe fn peak_avx512(steps: usize) -> f32 {
     unsafe { peak::<super::simd::Avx512, 24>(steps) }
 }
 

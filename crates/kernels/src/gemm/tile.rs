@@ -60,11 +60,11 @@ pub(in super::super) struct Kernels {
 
 pub(in super::super) type Kernel = unsafe fn(&Tile);
 
-/// The rung that multiplies packs of f32, and of bf16 where there is no AMX.
+/// The rung that multiplies packs of f32, and of bf16 where nothing multiplies those as they are.
 pub(in super::super) fn rung(isa: Isa) -> &'static Rung {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Amx | Isa::Avx512 => &x86::AVX512,
+        Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => &x86::AVX512,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => &x86::AVX2,
         _ => &PORTABLE,
