@@ -20,6 +20,7 @@ use super::list::{List, Time};
 use super::prometheus::{family, line};
 use crate::id::{JobId, WorkerId};
 use crate::job::State as JobState;
+use crate::protocol::KernelFacts;
 use crate::store::{WorkerRow, clock_ms};
 
 /// The routes of this module.
@@ -195,6 +196,8 @@ pub struct Worker {
     pub threads: u32,
     /// Its rlood version.
     pub version: String,
+    /// The processor's kernels that it computes with; null on a GPU.
+    pub kernels: Option<KernelFacts>,
     /// Last heard of.
     pub seen_at: Time,
 }
@@ -206,8 +209,9 @@ async fn list_workers(State(state): State<AppState>, caller: Caller) -> Result<J
     let lost_before = clock_ms() - lease_ms(&state);
     let word = |row: WorkerRow| {
         let state = WorkerState::of(&row, lost_before);
-        let WorkerRow { id, device, pid, threads, version, child: _, seen_at, created_at: _, lost: _, job } = row;
-        Worker { id, device, pid, state, job_id: job, threads, version, seen_at: Time(seen_at) }
+        let WorkerRow { id, device, pid, threads, version, kernels, child: _, seen_at, created_at: _, lost: _, job } =
+            row;
+        Worker { id, device, pid, state, job_id: job, threads, version, kernels, seen_at: Time(seen_at) }
     };
     let mut data: Vec<Worker> = state.store.worker_list().await?.into_iter().map(word).collect();
     for worker in &mut data {

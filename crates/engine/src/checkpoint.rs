@@ -64,6 +64,10 @@ pub struct TrainerState {
     pub skipped_in_a_row: u32,
     /// The step that the last evaluation followed.
     pub evaluated_step: Option<u64>,
+    /// The instruction set of the processor's kernels that computed the run, as `--isa` names it; None on other devices, and
+    /// of runs that are older than this field. Results of another one have other bits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub isa: Option<String>,
     /// Metrics of the last step, times left out.
     pub step_metrics: Metrics,
     /// Metrics of the last evaluation, times left out.

@@ -2,11 +2,13 @@
 
 use std::path::Path;
 
+use super::backend::BackendKind;
 use super::error::{EngineError, Result};
 use super::host::TrainInput;
 use super::model::{Adapter, Policy};
 use super::tensors;
 use crate::event::Event;
+use crate::kernels::isa::Isa;
 use crate::modelcard::{Skipped, TensorDtype};
 use crate::spec::{ComputeDtype, Reference};
 use serde_json::json;
@@ -137,6 +139,34 @@ fn restored_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Resu
     Ok(reference)
 }
 
+/// The instruction set of the processor's kernels for a run, and a warning where it is not the one that the run began with, whose
+/// results have other bits. The one that was `asked_for`; else the one that the run began with, so that a resumed run does not
+/// depend on what is measured when a worker starts; else the fastest. `None` for other backends.
+pub(super) fn choose_isa(
+    (backend, dtype): (BackendKind, ComputeDtype),
+    begun_with: Option<&str>,
+    asked_for: Option<Isa>,
+) -> Result<(Option<Isa>, Option<Event>)> {
+    if backend != BackendKind::Cpu {
+        return Ok((None, None));
+    }
+    let recorded = begun_with.and_then(|name| name.parse::<Isa>().ok()).filter(|isa| isa.is_available());
+    let isa = match asked_for.or(recorded) {
+        Some(isa) => isa,
+        None => Isa::chosen().map_err(EngineError::Input)?,
+    };
+    // In f32 the rungs above are the vectors', to the bit.
+    let isa = if dtype == ComputeDtype::F32 { isa.vectors() } else { isa };
+    let changed = begun_with.filter(|name| *name != isa.name()).map(|name| {
+        let message = format!(
+            "the run began with the instruction set {name} and goes on with {isa}: its results will differ in their last digits from those of a run that was not interrupted; to keep them equal, run the job on a machine with {name}, or set --isa {name}"
+        );
+        let data = json!({ "previous_isa": name, "isa": isa.name() });
+        Event::Warning { code: "isa_changed".into(), message, data }
+    });
+    Ok((Some(isa), changed))
+}
+
 /// The event that says so when a multimodal checkpoint has tensors that its text does not need.
 pub(super) fn skipped_warning(policy: &Policy) -> Option<Event> {
     let Skipped { count, parts } = policy.card().skipped.as_ref()?;
@@ -155,4 +185,31 @@ pub(super) fn rounding_warning(policy: &Policy, dtype: ComputeDtype) -> Option<E
         "the model is stored as {stored:?} and training.dtype is bf16: its matrices are rounded to bf16, in rollouts, training and reference alike"
     );
     Some(Event::Warning { code: "weights_rounded".into(), message, data: json!({ "stored": format!("{stored:?}") }) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_keeps_the_instructions_that_it_began_with() {
+        let choose = |dtype, begun_with, asked_for| {
+            choose_isa((BackendKind::Cpu, dtype), begun_with, asked_for).map(|(isa, warning)| (isa, warning.is_some()))
+        };
+        let (bf16, f32) = (ComputeDtype::Bf16, ComputeDtype::F32);
+        let fastest = Isa::chosen().unwrap();
+        assert_eq!(choose(bf16, None, None).unwrap(), (Some(fastest), false));
+        for isa in Isa::available() {
+            // Whatever was measured when this process started.
+            assert_eq!(choose(bf16, Some(isa.name()), None).unwrap(), (Some(isa), false));
+            // Who asks for others is told.
+            assert_eq!(
+                choose(bf16, Some(isa.name()), Some(Isa::Portable)).unwrap(),
+                (Some(Isa::Portable), isa != Isa::Portable)
+            );
+            assert_eq!(choose(f32, Some(isa.vectors().name()), Some(isa)).unwrap(), (Some(isa.vectors()), false));
+        }
+        assert_eq!(choose(bf16, Some("of another machine"), None).unwrap(), (Some(fastest), true));
+        assert_eq!(choose_isa((BackendKind::Reference, bf16), Some("amx"), None).unwrap(), (None, None));
+    }
 }

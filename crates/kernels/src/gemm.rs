@@ -17,11 +17,11 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-#[cfg(target_arch = "x86_64")]
-use super::{amx, dpbf16};
 use super::isa::Isa;
 use super::pack::{PANEL, PackDtype, PackedMatrix};
 use super::threads::{Shared, Threads};
+#[cfg(target_arch = "x86_64")]
+use super::{amx, dpbf16};
 use job::{Inputs, StartRows, Target};
 pub(super) use job::{Job, Side, Start};
 pub use outer::{Factors, WIDEST_FACTOR, outer, outer_factors, outer_here};

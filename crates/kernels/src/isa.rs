@@ -122,6 +122,12 @@ impl Isa {
         CHOSEN.get_or_init(choose).clone()
     }
 
+    /// The rung that `RLOOD_ISA` names; `None` where the choice is this program's.
+    pub fn asked_for() -> Option<Isa> {
+        let name = std::env::var("RLOOD_ISA").ok().filter(|name| name != "auto")?;
+        Isa::choose(&name).ok()
+    }
+
     /// The rungs this machine can run, the slowest first.
     pub fn available() -> impl Iterator<Item = Isa> {
         Isa::ALL.into_iter().filter(|isa| isa.is_available())
@@ -132,7 +138,9 @@ impl Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
         let is_worth_it =
             |isa: &Isa| *isa != Isa::Avx512Bf16 || Isa::bf16_gain().is_some_and(|gain| gain >= Isa::WORTH_IT);
-        *BEST.get_or_init(|| Isa::available().collect::<Vec<_>>().into_iter().rfind(is_worth_it).unwrap_or(Isa::Portable))
+        *BEST.get_or_init(|| {
+            Isa::available().collect::<Vec<_>>().into_iter().rfind(is_worth_it).unwrap_or(Isa::Portable)
+        })
     }
 }
 

@@ -40,7 +40,7 @@ pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 => super::dpbf16::PEAK_FLOPS,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => AVX512_FLOPS,
+        Isa::Avx512 => 24 * 16 * 2,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => 12 * 8 * 2,
         _ => 4 * Portable::LANES * 2,
@@ -48,15 +48,9 @@ pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
     (flops * STEPS * threads.count()) as f64 / best / 1e9
 }
 
-/// Operations of a step of [`peak_avx512`].
-#[cfg(target_arch = "x86_64")]
-pub(super) const AVX512_FLOPS: usize = 24 * 16 * 2;
-
-/// # Safety
-/// The machine has AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-pub(super) unsafe fn peak_avx512(steps: usize) -> f32 {
+unsafe fn peak_avx512(steps: usize) -> f32 {
     unsafe { peak::<super::simd::Avx512, 24>(steps) }
 }
 

@@ -72,6 +72,11 @@ pub struct ProbeReport {
     pub mean_completion_length: Option<f64>,
     /// Wall-clock time of one optimizer step on this server's first device, from what was measured, scaled to the job's batch.
     pub step_seconds: Option<StepSeconds>,
+    /// The instruction set of the processor's kernels that took this time, as `--isa` names it; null on a GPU. Workers of this
+    /// server choose alike.
+    #[serde(default)]
+    #[schema(example = "avx512_bf16")]
+    pub isa: Option<String>,
     /// Of the whole job without its evaluations and checkpoints, s; null unless a step could be measured to its end.
     pub eta_s: Option<f64>,
     /// Width of the model's residual stream.

@@ -40,10 +40,11 @@ use crate::args::{WorkerArgs, default_cache_dir};
 use crate::causes::with_causes;
 use crate::device::machine_threads;
 use crate::engine::host::{Host, RunEnd, TrainInput};
+use crate::engine::kernels::isa::Isa;
 use crate::exit::end_process;
 use crate::id::WorkerId;
 use crate::outgoing::OutgoingPolicy;
-use crate::protocol::{ClaimRequest, Finish, Outcome, PROTOCOL, Register, Registered};
+use crate::protocol::{ClaimRequest, Finish, KernelFacts, Outcome, PROTOCOL, Register, Registered};
 use crate::reward::client::{Pace, RewardClient};
 use client::{Client, ClientError, Held, persist};
 
@@ -112,6 +113,12 @@ struct Worker {
     reward_pace: Pace,
     /// Kept from job to job, while the rules on addresses stay the same.
     reward_client: Mutex<Option<RewardClient>>,
+}
+
+/// What this process computes with on the processor; `None` on a GPU.
+fn kernel_facts(device: &str) -> Option<KernelFacts> {
+    let isa = Isa::chosen().ok().filter(|_| device == "cpu")?;
+    Some(KernelFacts { isa: isa.name().to_owned(), avx512_bf16_gain: Isa::bf16_gain() })
 }
 
 /// `rlood worker`: works until SIGTERM or SIGINT; code 0 then.
@@ -207,6 +214,7 @@ impl Worker {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             child: self.child,
             protocol: PROTOCOL,
+            kernels: kernel_facts(&self.device),
         };
         let Registered { heartbeat_ms, lease_ms, protocol } =
             persist(|| self.client.register(&register), ClientError::is_transient).await?;

@@ -80,7 +80,8 @@ fn the_instruction_is_its_naive_twin_on_the_edges() {
     // infinity, NaN.
     let magnitudes = [0, 1, 0x7f, 0x80, 0x81, 0x2000, 0x3f80, 0x3f81, 0x5f00, 0x7f7f, 0x7f80, 0x7fc0];
     let values: Vec<bf16> = magnitudes.iter().flat_map(|bits| [*bits, bits | 0x8000]).map(bf16::from_bits).collect();
-    let sums = [0, 1, 0x007f_ffff, 0x0080_0000, 0x0080_0001, 0x3f80_0000, 0x3f80_0001, 0x7f7f_ffff, 0x7f80_0000, 0x7fc0_0000];
+    let sums =
+        [0, 1, 0x007f_ffff, 0x0080_0000, 0x0080_0001, 0x3f80_0000, 0x3f80_0001, 0x7f7f_ffff, 0x7f80_0000, 0x7fc0_0000];
     let sums: Vec<f32> = sums.iter().flat_map(|bits| [*bits, bits | 0x8000_0000]).map(f32::from_bits).collect();
     let step = if Isa::Avx512Bf16.is_available() { 1 } else { 23 };
     let count = values.len();
@@ -140,8 +141,17 @@ fn padded(sum: f32) -> f32 {
     naive(sum, [bf16::ZERO; 2], [bf16::ZERO; 2])
 }
 
-const SHAPES: [(usize, usize, usize); 9] =
-    [(1, 1, 1), (1, 40, 70), (3, 64, 64), (8, 33, 31), (9, 70, 130), (16, 32, 544), (17, 96, 33), (70, 40, 66), (150, 40, 600)];
+const SHAPES: [(usize, usize, usize); 9] = [
+    (1, 1, 1),
+    (1, 40, 70),
+    (3, 64, 64),
+    (8, 33, 31),
+    (9, 70, 130),
+    (16, 32, 544),
+    (17, 96, 33),
+    (70, 40, 66),
+    (150, 40, 600),
+];
 
 #[test]
 fn products_are_chains_of_the_naive_twin() {
@@ -198,8 +208,7 @@ fn an_adapter_continues_the_chain_of_its_weight() {
         for threads in [1, 2].map(Threads::new) {
             let mut y = vec![0.0; rows * n];
             let lora = Lora { a: &packed_a, b: &packed_b, parts: &parts, hidden: None };
-            let layer =
-                Linear { x: &x, stride: k, weight: &packed, bias: None, residual: None, lora: Some(lora) };
+            let layer = Linear { x: &x, stride: k, weight: &packed, bias: None, residual: None, lora: Some(lora) };
             linear(&threads, Isa::Avx512Bf16, layer, Output { y: &mut y, stride: n, rows, add: false });
             for (row, x) in x.chunks_exact(k).enumerate() {
                 let dot = |start: f32, x: &[f32], w: &[f32]| padded(chain(start, x.iter().copied(), w.iter().copied()));

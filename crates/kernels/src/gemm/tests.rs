@@ -64,9 +64,8 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
 fn rungs() -> Vec<(Isa, PackDtype, f64)> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     crate::amx::tests::emulator::install();
-    let both = |isa: Isa| {
-        [(isa, PackDtype::F32, 1e-6), (isa, PackDtype::Bf16, if isa.rounds_inputs() { 2e-3 } else { 1e-6 })]
-    };
+    let both =
+        |isa: Isa| [(isa, PackDtype::F32, 1e-6), (isa, PackDtype::Bf16, if isa.rounds_inputs() { 2e-3 } else { 1e-6 })];
     Isa::ALL.into_iter().filter(|isa| isa.runs()).flat_map(both).collect()
 }
 

@@ -265,7 +265,8 @@ mod tests {
         if !crate::amx::tests::emulator::install() {
             return;
         }
-        let words = |seed: u32| std::array::from_fn(|lane| f32::from_bits(0x3f80_4000 + (lane as u32 * 37 + seed) * 0x1_0003));
+        let words =
+            |seed: u32| std::array::from_fn(|lane| f32::from_bits(0x3f80_4000 + (lane as u32 * 37 + seed) * 0x1_0003));
         let (sums, a, b): ([f32; 16], [f32; 16], [f32; 16]) = (words(1), words(2), words(3));
         // Safety: the emulator is installed only where AVX-512 is.
         let found = unsafe { emulated(&sums, &a, &b) };
