@@ -36,7 +36,9 @@ const STEPS: usize = amx::STEPS;
 /// inputs begins at a tile of the rows.
 pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
     let Scratch { inputs, turned, edge, .. } = scratch;
-    for rows in pieces(rows, ROWS_AT_ONCE) {
+    // More of them share a weight that is turned on the way.
+    let turns = jobs.iter().any(|job| job.side == Side::Backward && job.turned.is_none());
+    for rows in pieces(rows, if turns { 2 * ROWS_AT_ONCE } else { ROWS_AT_ONCE }) {
         let tiles = rows.len().div_ceil(amx::ROWS);
         let sums = room(edge, rows.len() * PANEL);
         let deeper = (INPUTS / (tiles * amx::ROWS)).max(DEEP) / DEEP * DEEP;

@@ -380,7 +380,11 @@ fn cut(
         return;
     }
     assert!(isa.runs(), "{isa} does not run on this machine");
-    let (least_rows, alone) = if isa == Isa::Amx { (16, ALONE_WITH_TILES) } else { (1, ALONE) };
+    let (least_rows, alone) = match isa {
+        Isa::Amx => (16, ALONE_WITH_TILES),
+        Isa::Avx512Bf16 => (1, 2 * ALONE),
+        Isa::Portable | Isa::Avx2 | Isa::Avx512 => (1, ALONE),
+    };
     if rows.max(least_rows).saturating_mul(size) <= alone {
         return f(0..rows, 0..panels);
     }
