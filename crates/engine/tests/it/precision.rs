@@ -26,6 +26,8 @@ struct Tolerance {
 const BF16: Tolerance = Tolerance { logps: 2e-2, gradient: 3e-2 };
 /// bf16 from f32: weights lose 16 bits. Measured: up to 1.3e-2 and 1.7e-2, the oracle's 2.8e-2 and 2.7e-2.
 const BF16_F32: Tolerance = Tolerance { logps: 3e-2, gradient: 4e-2 };
+/// The same where inputs of products are rounded too. Measured on AVX512-BF16: up to 3.4e-2 (the oracle's there 2.2e-2) and 2.7e-2.
+const BF16_F32_ROUNDED: Tolerance = Tolerance { logps: 4e-2, gradient: 4e-2 };
 /// bf16 on a GPU from bf16 in the oracle: there also what flows between products is rounded. Measured on the emulator: up to
 /// 3.3e-2 and 2.3e-2; from f32 it is as near as the oracle.
 #[cfg(feature = "cuda")]
@@ -113,10 +115,12 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
             (ours.distance(&oracle), ours.distance(&exact), oracle.distance(&exact));
         println!("bf16 {name}: from bf16 {from_oracle}; from f32 {from_exact}; the oracle's {oracles}");
         BF16.holds(&format!("{name}, from the oracle"), from_oracle);
-        BF16_F32.holds(&format!("{name}, from f32"), from_exact);
+        let rounds = Isa::chosen().unwrap().rounds_inputs();
+        let of_rung = if rounds { BF16_F32_ROUNDED } else { BF16_F32 };
+        of_rung.holds(&format!("{name}, from f32"), from_exact);
         // Never much worse than what rounds more; tiles round the inputs of products too, but for f32 sums of its own. The
         // largest difference of a few tokens varies: measured on tiles, up to 1.63 times the oracle's.
-        let factor = if Isa::chosen().unwrap().rounds_inputs() { 2.0 } else { 1.5 };
+        let factor = if rounds { 2.0 } else { 1.5 };
         let allowed = Tolerance { logps: factor * oracles.logps + 1e-5, gradient: factor * oracles.gradient + 1e-5 };
         allowed.holds(&format!("{name}, from f32 as the oracle"), from_exact);
         // It does round, unless there is nothing to lose.
