@@ -25,6 +25,8 @@ pub(super) const ROWS_AT_ONCE: usize = 144;
 const INPUTS: usize = 256 << 10;
 /// Steps of a block of weights that several groups of rows meet while it is near.
 const DEEP: usize = 512;
+/// The same where all rows are one tile: the block stays in the first-level cache, beside the next one that is fetched.
+const DEEP_FOR_FEW: usize = 128;
 
 /// Steps that an inputs' block of 32 holds.
 const STEPS: usize = amx::STEPS;
@@ -79,7 +81,11 @@ unsafe fn one_panel<'a, 'j: 'a>(
     sums: *mut f32,
 ) {
     // One group of rows: the weights stream by once.
-    let at_once = if rows.len() <= kernels::ROWS { usize::MAX / 2 } else { DEEP };
+    let at_once = match rows.len() {
+        ..=kernels::ROWS => usize::MAX / 2,
+        ..=amx::ROWS => DEEP_FOR_FEW,
+        _ => DEEP,
+    };
     let blocks = parts.flat_map(|(job, tiled, sum)| {
         let depth = job.depth(panel);
         let begins = sum.start <= depth.start;
