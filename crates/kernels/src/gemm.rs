@@ -1,7 +1,8 @@
 //! Matrix products with packed weights, for every number of rows by the same arithmetic.
 //!
 //! Every output is one chain of multiply-adds in order, whatever the number of rows, the threads or the cut: the same row
-//! gives the same bits in decode, prefill and training. AMX sums blocks of 32 and chains those.
+//! gives the same bits in decode, prefill and training. AMX sums blocks of 32 and chains those; AVX512-BF16
+//! chains pairs, the second value of each first.
 
 mod job;
 mod outer;
