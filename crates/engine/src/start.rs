@@ -139,9 +139,9 @@ fn restored_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Resu
     Ok(reference)
 }
 
-/// The instruction set of the processor's kernels for a run, and a warning where it is not the one that the run began with, whose
-/// results have other bits. The one that was `asked_for`; else the one that the run began with, so that a resumed run does not
-/// depend on what is measured when a worker starts; else the fastest. `None` for other backends.
+/// Chooses the instruction set of the processor's kernels for a run: the one that was `asked_for`; else the one that the run began
+/// with, so that a resumed run does not depend on what the worker measured when it started; else the fastest. Returns `None` for
+/// other backends. The event warns that the run began with another instruction set, whose results have other bits.
 pub(super) fn choose_isa(
     (backend, dtype): (BackendKind, ComputeDtype),
     begun_with: Option<&str>,
@@ -155,7 +155,7 @@ pub(super) fn choose_isa(
         Some(isa) => isa,
         None => Isa::chosen().map_err(EngineError::Input)?,
     };
-    // In f32 the rungs above are the vectors', to the bit.
+    // In f32 these rungs compute with the kernels of AVX-512.
     let isa = if dtype == ComputeDtype::F32 { isa.vectors() } else { isa };
     let changed = begun_with.filter(|name| *name != isa.name()).map(|name| {
         let message = format!(

@@ -1,7 +1,7 @@
-//! AVX512-BF16: pairs of bf16 multiplied and added to sums of f32, in vectors (`VDPBF16PS`).
+//! Matrix products with AVX512-BF16: the instruction `VDPBF16PS` multiplies pairs of bf16 and adds them to sums of f32.
 //!
-//! Weights are the packs of bf16 as they are, inputs the layout that tiles have too ([`Tiled`]), rounded to bf16 once. Every
-//! output is one chain over its pairs in order, whatever the rows, the threads and the cut, by [`naive`]'s arithmetic.
+//! The kernels read the same packed weights as AMX, and inputs in the same layout ([`Tiled`]), rounded to bf16 once. Each output
+//! is one chain over its pairs in order, for any number of rows and threads. The function `naive` states the exact arithmetic.
 
 mod calibration;
 mod kernels;
@@ -19,32 +19,32 @@ use super::pack::{Line, PANEL, PackDtype};
 pub(super) use calibration::{gain, refused};
 pub(super) use kernels::{PEAK_FLOPS, peak};
 
-/// Rows of a cell: their inputs stay in the second-level cache while the weights stream by.
+/// Most rows of a cell. The packed inputs of so many rows stay in the second-level cache while the weights stream by.
 pub(super) const ROWS_AT_ONCE: usize = 144;
-/// Elements of a cell's inputs that stay there.
+/// Most elements of a cell's packed inputs, half of a second-level cache of 1 MiB.
 const INPUTS: usize = 256 << 10;
-/// Steps of a block of weights that several groups of rows meet while it is near.
+/// Steps of a block of weights. All groups of rows use a block before the next one is read.
 const DEEP: usize = 512;
-/// The same where all rows are one tile: the block stays in the first-level cache, beside the next one that is fetched.
+/// Steps of a block for at most one tile of rows. The block and the next one, which is prefetched, stay in the first-level cache.
 const DEEP_FOR_FEW: usize = 128;
 
-/// Steps that an inputs' block of 32 holds.
+/// Steps of a block in the layout of the inputs.
 const STEPS: usize = amx::STEPS;
 
-/// The part of a sum of products that lies in these rows and panels. Every job but the first adds to what is there.
+/// Computes the sum of all jobs' products for some rows and panels. Each job but the first adds to the outputs.
 ///
 /// # Safety
 /// The machine has AVX512-BF16; rows and panels are the jobs', the weights are packs of bf16, what is shared of their
 /// inputs begins at a tile of the rows.
 pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
     let Scratch { inputs, turned, edge, .. } = scratch;
-    // More of them share a weight that is turned on the way.
+    // A weight that this thread transposes itself serves twice as many rows.
     let turns = jobs.iter().any(|job| job.side == Side::Backward && job.turned.is_none());
     for rows in pieces(rows, if turns { 2 * ROWS_AT_ONCE } else { ROWS_AT_ONCE }) {
         let tiles = rows.len().div_ceil(amx::ROWS);
         let sums = room(edge, rows.len() * PANEL);
         let deeper = (INPUTS / (tiles * amx::ROWS)).max(DEEP) / DEEP * DEEP;
-        // The second sum is added to a panel's outputs while they are near.
+        // The second product is added panel by panel, while the outputs are in the cache.
         let together = jobs.len() == 2 && jobs[0].slot != jobs[1].slot && jobs[1].sum.len() <= deeper;
         for jobs in jobs.chunks(if together { 2 } else { 1 }) {
             let whole = &jobs[0].sum;
@@ -71,8 +71,8 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
     }
 }
 
-/// A panel's outputs for some rows: blocks of weights one after the other, each for all rows. Between two blocks the sums
-/// wait in `sums`; the first begins with what the sum begins with, the last writes the outputs.
+/// Computes one panel of outputs for some rows, block by block, each block for all rows. The buffer `sums` holds the sums between
+/// two blocks. The first block starts from the product's start values, and the last block writes the outputs.
 unsafe fn one_panel<'a, 'j: 'a>(
     parts: impl Iterator<Item = &'a (&'a Job<'j>, Tiled, Range<usize>)> + Clone,
     rows: &Range<usize>,
@@ -80,7 +80,7 @@ unsafe fn one_panel<'a, 'j: 'a>(
     turned: &mut Vec<Line>,
     sums: *mut f32,
 ) {
-    // One group of rows: the weights stream by once.
+    // With one group of rows, each weight is read once.
     let at_once = match rows.len() {
         ..=kernels::ROWS => usize::MAX / 2,
         ..=amx::ROWS => DEEP_FOR_FEW,
@@ -97,7 +97,7 @@ unsafe fn one_panel<'a, 'j: 'a>(
     let Some((first, ..)) = blocks.peek() else { return };
     let (valid, column) = (valid(first, panel), panel * PANEL);
     let waiting = Output { at: sums, stride: PANEL };
-    // Where the panel is cut off, its outputs begin and end in `sums`.
+    // The last panel may be narrower than the vectors. Its outputs are copied to `sums` first and back at the end.
     let is_whole = valid == PANEL;
     let mut fresh = true;
     let mut end = None;
@@ -147,9 +147,9 @@ unsafe fn one_panel<'a, 'j: 'a>(
     }
 }
 
-/// What the instruction adds to one sum: the second values of the pairs first, each product with its addition rounded once to
-/// the nearest f32, ties to even; values, sums and results too small to be normal are zeros of their sign. Intel's manual,
-/// volume 2, VDPBF16PS. Bits of NaNs aside.
+/// The naive twin of VDPBF16PS for one lane (Intel's manual, volume 2). The instruction adds the product of the second values
+/// first, then that of the first values. Each multiply-add is rounded once, to the nearest f32, ties to even. Subnormal inputs,
+/// sums and results count as zeros of their sign. The bits of a NaN are not specified here.
 #[cfg(all(test, target_os = "linux"))]
 fn naive(sum: f32, x: [half::bf16; 2], w: [half::bf16; 2]) -> f32 {
     let flush = |value: f32| if value.is_subnormal() { 0f32.copysign(value) } else { value };

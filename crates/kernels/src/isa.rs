@@ -68,13 +68,14 @@ impl Isa {
         Some("AMX is a feature of x86-64")
     }
 
-    /// Whether products with packs of bf16 round their inputs to bf16 too. The rungs below widen the weights instead.
+    /// Whether this rung rounds the inputs of products with packs of bf16 to bf16. The rungs below widen the weights instead.
     pub fn rounds_inputs(self) -> bool {
         matches!(self, Isa::Avx512Bf16 | Isa::Amx)
     }
 
-    /// How many times the rate of f32 multiply-adds [`Isa::Avx512Bf16`] reaches on this machine, measured once in a few
-    /// milliseconds; `None` where the machine cannot run it. `auto` takes the rung from [`Isa::WORTH_IT`] on.
+    /// The rate of the bf16 instructions on this machine divided by that of f32 multiply-adds, measured once for the process in a few
+    /// milliseconds; `None` where the machine does not have the instructions. `auto` chooses [`Isa::Avx512Bf16`] from
+    /// [`Isa::WORTH_IT`] on.
     pub fn bf16_gain() -> Option<f64> {
         #[cfg(target_arch = "x86_64")]
         return super::dpbf16::gain();
@@ -122,7 +123,7 @@ impl Isa {
         CHOSEN.get_or_init(choose).clone()
     }
 
-    /// The rung that `RLOOD_ISA` names; `None` where the choice is this program's.
+    /// The rung that `RLOOD_ISA` names; `None` where it is `auto` or not set.
     pub fn asked_for() -> Option<Isa> {
         let name = std::env::var("RLOOD_ISA").ok().filter(|name| name != "auto")?;
         Isa::choose(&name).ok()

@@ -1,4 +1,4 @@
-//! Whether the instructions are there, whether they compute what they should, and whether they are faster than f32's.
+//! Checks that the processor has AVX512-BF16 and that its products are right, and measures whether it is faster than f32.
 
 use std::hint::black_box;
 use std::sync::OnceLock;
@@ -8,7 +8,7 @@ use super::super::gemm;
 use super::super::isa::Isa;
 use super::kernels;
 
-/// Why the instructions are not used: `None` where they can be.
+/// The reason why the instructions cannot be used; `None` where they can.
 pub(in super::super) fn refused() -> Option<&'static str> {
     static REFUSED: OnceLock<Option<&str>> = OnceLock::new();
     *REFUSED.get_or_init(|| {
@@ -19,7 +19,7 @@ pub(in super::super) fn refused() -> Option<&'static str> {
     })
 }
 
-/// A few odd shapes against the rung below.
+/// Compares products of a few odd shapes with those of the rung below.
 fn check() -> Option<&'static str> {
     const SHAPES: [(usize, usize, usize); 4] = [(1, 1, 1), (17, 65, 33), (33, 31, 70), (5, 100, 300)];
     // Inputs and weights are exact; only the order of the sums differs.
@@ -28,12 +28,12 @@ fn check() -> Option<&'static str> {
     wrong.then_some("AVX512-BF16 gives wrong products on this machine")
 }
 
-/// Steps of a measurement: about a tenth of a millisecond.
+/// Steps of one measurement, which takes about a tenth of a millisecond.
 const STEPS: usize = 16_000;
-/// Measurements of each kind in turns, of which the fastest counts: one that was interrupted does not.
-const TRIES: usize = 9;
+/// Measurements of each kind, in turns. The fastest one counts, so that an interrupted one does not matter.
+const REPETITIONS: usize = 9;
 
-/// How many times as many operations a second pairs of bf16 give as f32 does, on one thread; `None` where they are refused.
+/// The rate of bf16 multiply-adds divided by that of f32 multiply-adds, on one thread; `None` where they cannot be used.
 pub(in super::super) fn gain() -> Option<f64> {
     static GAIN: OnceLock<Option<f64>> = OnceLock::new();
     *GAIN.get_or_init(|| refused().is_none().then(measure))
@@ -41,7 +41,7 @@ pub(in super::super) fn gain() -> Option<f64> {
 
 fn measure() -> f64 {
     let mut fastest = [f64::MAX; 2];
-    for _ in 0..TRIES {
+    for _ in 0..REPETITIONS {
         // Safety: the instructions are there.
         unsafe {
             let begin = Instant::now();

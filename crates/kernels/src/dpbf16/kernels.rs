@@ -1,4 +1,4 @@
-//! The innermost loops: a few rows by a panel, the sums in registers.
+//! The innermost loops: up to 8 rows by one panel of 32 outputs, with the sums in registers.
 
 use std::arch::x86_64::*;
 use std::hint::black_box;
@@ -7,35 +7,35 @@ use super::super::amx::{Begin, Output, ROWS as TILE};
 use super::super::gemm::tile::prefetch;
 use super::super::pack::PANEL;
 
-/// Rows of a group: with a panel 16 sums, enough to hide the instruction's latency.
+/// Most rows of a group. Its 16 sums in registers hide the latency of the instruction.
 pub(super) const ROWS: usize = 8;
-/// Bytes of a row in a block of 32 steps of inputs, and of the block.
+/// Bytes of one row, and of all 16 rows, in a block of 32 steps of the inputs.
 const ROW_BYTES: usize = 64;
 const BLOCK_BYTES: usize = TILE * ROW_BYTES;
-/// Bytes of a pair of steps of weights, and of 32 steps.
+/// Bytes of the weights of a panel for one pair of steps, and for 32 steps.
 const PAIR_BYTES: usize = PANEL * 4;
 const WEIGHT_BYTES: usize = 16 * PAIR_BYTES;
-/// Bytes by which the stream of weights is fetched ahead.
+/// Distance in bytes at which a stream of weights is prefetched.
 const AHEAD: usize = 4096;
 const LINE: usize = 64;
 
-/// Rows of inputs and a block of weights of one panel.
+/// One block of weights of a panel, and the rows that it is multiplied with.
 pub(super) struct Block {
-    /// Tiles of 16 rows, `inputs_stride` bytes apart; inside one, blocks of 32 steps.
+    /// Tiles of 16 rows, `inputs_stride` bytes apart. A tile is a sequence of blocks of 32 steps.
     pub inputs: *const u8,
     pub inputs_stride: usize,
-    /// `[steps][16][32][2]` bf16
+    /// Packed weights of this panel: `[steps][16][32][2]` bf16.
     pub weights: *const u8,
-    /// Blocks of 32 steps.
+    /// Number of blocks of 32 steps.
     pub steps: usize,
-    /// The weights after these; where they are not known, these.
+    /// The weights to prefetch meanwhile: those of the next block, or these again where the next ones are not known.
     pub next: *const u8,
-    /// What the sums begin with, and where they go.
+    /// Start values of the sums, and the place that the sums are written to.
     pub from: Begin,
     pub to: Output,
 }
 
-/// One group of rows.
+/// The arguments of a kernel: one group of rows and a block of weights.
 struct Group {
     inputs: *const u8,
     weights: *const u8,
@@ -44,25 +44,25 @@ struct Group {
     from_stride: usize,
     to: *mut f32,
     to_stride: usize,
-    /// Weights that are fetched meanwhile.
+    /// The first byte to prefetch.
     fetch: *const u8,
 }
 
 type Kernel = unsafe fn(&Group);
 
-/// By rows − 1: no weights fetched, one line a pair of steps, two.
+/// The kernels that prefetch 0, 1 and 2 cache lines for each pair of steps, each indexed by the number of rows − 1.
 macro_rules! kernels {
     ($($rows:literal)*) => { [[$(group::<$rows, 0>,)*], [$(group::<$rows, 1>,)*], [$(group::<$rows, 2>,)*]] };
 }
 const KERNELS: [[Kernel; ROWS]; 3] = kernels!(1 2 3 4 5 6 7 8);
 
 impl Block {
-    /// Add up so many rows.
+    /// Multiplies the block with this many rows.
     ///
     /// # Safety
     /// The machine has AVX512-BF16, and the pointers reach as far as they must.
     pub unsafe fn multiply(&self, rows: usize) {
-        // Groups lie inside tiles.
+        // A group never crosses the border of a tile.
         let groups_of = |rows: usize| rows.div_ceil(ROWS);
         let groups = rows / TILE * groups_of(TILE) + groups_of(rows % TILE);
         let mut number = 0;
@@ -73,8 +73,8 @@ impl Block {
                 let first = in_tile * group / count;
                 let len = in_tile * (group + 1) / count - first;
                 let row = tile * TILE + first;
-                // One group fetches its own weights, a little ahead. Where there are several, what follows is fetched
-                // meanwhile, half of it by each of the first two.
+                // A single group prefetches its own weights a little ahead. Of several groups, the first two prefetch half of
+                // the next block each.
                 let (fetch, lines) = match (groups, number) {
                     (1, _) => (self.weights.wrapping_add(AHEAD), 2),
                     (_, 0 | 1) => (self.next.wrapping_add(number * self.steps * WEIGHT_BYTES / 2), 1),
@@ -106,7 +106,7 @@ impl Block {
 
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn group<const MR: usize, const FETCH: usize>(group: &Group) {
-    // Safety: the caller's. Fetching ahead touches nothing.
+    // Safety: as the caller guarantees. A prefetch reads nothing.
     unsafe {
         let mut acc = [[_mm512_setzero_ps(); 2]; MR];
         if !group.from.is_null() {
@@ -148,12 +148,12 @@ unsafe fn group<const MR: usize, const FETCH: usize>(group: &Group) {
     }
 }
 
-/// Independent chains of [`peak`].
+/// Independent chains of multiply-adds in [`peak`] and [`peak_f32`], enough to hide the latency of both instructions.
 const CHAINS: usize = 24;
-/// Operations of a step of [`peak`].
+/// Operations of one step of [`peak`]: a multiply-add counts as two.
 pub(in super::super) const PEAK_FLOPS: usize = CHAINS * 16 * 4;
 
-/// [`CHAINS`] pairs of bf16 in every lane a step, on registers alone.
+/// Runs the instruction on registers alone, [`CHAINS`] times a step, to measure its rate.
 ///
 /// # Safety
 /// The machine has AVX512-BF16.
@@ -174,7 +174,7 @@ pub(in super::super) unsafe fn peak(steps: usize) -> f32 {
     total(acc)
 }
 
-/// [`CHAINS`] multiply-adds of f32 in every lane a step, half the operations of [`peak`].
+/// Runs f32 multiply-adds on registers alone, [`CHAINS`] times a step: half the operations of [`peak`].
 #[target_feature(enable = "avx512f")]
 pub(super) fn peak_f32(steps: usize) -> f32 {
     let (x, w) = (_mm512_set1_ps(black_box(1e-3)), _mm512_set1_ps(black_box(0.999)));

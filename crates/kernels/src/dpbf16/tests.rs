@@ -1,5 +1,5 @@
-//! The instruction against its naive twin, and products against chains of the twin, bit for bit; on machines without the
-//! instruction by the emulator.
+//! Compares the instruction with its naive twin, and products with chains of the twin, bit for bit. On machines without the
+//! instruction the emulator stands in for it.
 
 pub(crate) mod emulator;
 
@@ -14,7 +14,7 @@ use crate::isa::Isa;
 use crate::pack::{PackDtype, PackedMatrix};
 use crate::threads::Threads;
 
-/// The instruction on one lane.
+/// Runs the instruction and returns its first lane.
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn instruction(sum: f32, x: [bf16; 2], w: [bf16; 2]) -> f32 {
     let pair = |pair: [bf16; 2]| {
@@ -25,7 +25,7 @@ fn instruction(sum: f32, x: [bf16; 2], w: [bf16; 2]) -> f32 {
     _mm512_cvtss_f32(_mm512_dpbf16_ps(_mm512_set1_ps(sum), pair(x), pair(w)))
 }
 
-/// The same bits, or no number both.
+/// Asserts that both have the same bits, or that both are NaN.
 #[track_caller]
 fn assert_same(found: f32, expected: f32, what: impl Fn() -> String) {
     let same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
@@ -39,7 +39,7 @@ fn assert_is_naive(sum: f32, x: [bf16; 2], w: [bf16; 2]) {
     assert_same(found, naive(sum, x, w), || format!("{sum:e} + {x:?} · {w:?}"));
 }
 
-/// Words, every one likely.
+/// A generator of random words (xorshift).
 fn words(mut state: u64) -> impl FnMut() -> u64 {
     move || {
         state ^= state << 13;
@@ -55,7 +55,7 @@ fn the_instruction_is_its_naive_twin_on_random_values() {
         return;
     }
     let mut next = words(0x2545_f491_4f6c_dd1d);
-    // Exponents near 1, where sums round in other ways in another order; small ones, whose products vanish; all.
+    // Exponents near 1, where another order of additions rounds differently; small exponents, whose products underflow; all.
     for (low, high) in [(120, 134), (100, 150), (40, 70), (0, 2), (0, 256)] {
         let count = if Isa::Avx512Bf16.is_available() { 200_000 } else { 20_000 };
         for _ in 0..count {
@@ -91,7 +91,7 @@ fn the_instruction_is_its_naive_twin_on_the_edges() {
             assert_is_naive(*sum, [at(0), at(1)], [at(2), at(3)]);
         }
     }
-    // What is rounded up to the smallest normal number, and what is not; what is rounded up to infinity.
+    // Results next to the smallest normal number, and next to the largest.
     let value = |bits: u32| bf16::from_f32(f32::from_bits(bits));
     for low in 0x3f80..0x3fff {
         for exponent in [1, 2, 9, 10, 20] {
@@ -108,7 +108,7 @@ fn the_instruction_is_its_naive_twin_on_the_edges() {
     }
 }
 
-/// Values of which some are subnormal, some large, and, where asked for, some no numbers.
+/// Random values near 1, of which some are tiny or subnormal; with `wild` some are huge, infinite or NaN.
 fn values(count: usize, seed: u64, wild: bool) -> Vec<f32> {
     let mut next = words(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut value = || {
@@ -125,7 +125,7 @@ fn values(count: usize, seed: u64, wild: bool) -> Vec<f32> {
     (0..count).map(|_| value()).collect()
 }
 
-/// A sum as the kernels make it: in pairs, in order; a last single value has a zero beside it.
+/// The sum as the kernels must compute it: pair by pair, in order. A zero completes the last pair.
 fn chain(start: f32, x: impl Iterator<Item = f32>, w: impl Iterator<Item = f32>) -> f32 {
     let (mut x, mut w) = (x.map(bf16::from_f32), w.map(bf16::from_f32));
     let mut sum = start;
@@ -136,7 +136,7 @@ fn chain(start: f32, x: impl Iterator<Item = f32>, w: impl Iterator<Item = f32>)
     sum
 }
 
-/// What a sum is once a further pair of zeros has been added: what is padded.
+/// The sum after one more pair of zeros, as sums are padded: it turns −0 into 0 and a subnormal start into zero.
 fn padded(sum: f32) -> f32 {
     naive(sum, [bf16::ZERO; 2], [bf16::ZERO; 2])
 }
