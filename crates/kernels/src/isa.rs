@@ -73,8 +73,8 @@ impl Isa {
         matches!(self, Isa::Avx512Bf16 | Isa::Amx)
     }
 
-    /// The rate of the bf16 instructions on this machine divided by that of f32 multiply-adds, measured once for the process in a few
-    /// milliseconds; `None` where the machine does not have the instructions. `auto` chooses [`Isa::Avx512Bf16`] from
+    /// The rate of the bf16 instructions on this machine divided by that of f32 multiply-adds; `None` where the machine does not
+    /// have the instructions. Measured once for the process, in a few milliseconds. `auto` chooses [`Isa::Avx512Bf16`] from
     /// [`Isa::WORTH_IT`] on.
     pub fn bf16_gain() -> Option<f64> {
         #[cfg(target_arch = "x86_64")]
