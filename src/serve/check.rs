@@ -173,7 +173,11 @@ fn check_kernels(config: &ServeConfig) -> Result<String, String> {
     let isa = Isa::choose(config.isa.as_str()).map_err(|error| format!("--isa: {error}"))?;
     let available: Vec<&str> = Isa::available().map(Isa::name).collect();
     let refused = Isa::refused().map_or(String::new(), |why| format!("; no amx: {why}"));
-    Ok(format!("{isa}; this machine has {}{refused}", available.join(", ")))
+    let gain = Isa::bf16_gain().map_or(String::new(), |gain| {
+        let rule = Isa::WORTH_IT;
+        format!("; avx512_bf16 multiplies {gain:.2} times as fast as avx512 (auto takes it from {rule} times on)")
+    });
+    Ok(format!("{isa}; this machine has {}{gain}{refused}", available.join(", ")))
 }
 
 /// Opens the pool's GPUs, so that their kernels are loaded; lists other GPUs.

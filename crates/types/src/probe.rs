@@ -73,6 +73,11 @@ pub struct ProbeReport {
     pub mean_completion_length: Option<f64>,
     /// Wall-clock time of one optimizer step on this server's first device, measured and scaled to the job's batch size.
     pub step_seconds: Option<StepSeconds>,
+    /// Instruction set of the CPU kernels that `step_seconds` was measured with, as in `--isa`; null on a GPU. The workers of
+    /// this server choose the same one.
+    #[serde(default)]
+    #[schema(example = "avx512_bf16")]
+    pub isa: Option<String>,
     /// Estimated time of the whole job without its evaluations and checkpoints, in seconds; null unless a full step was measured.
     pub eta_s: Option<f64>,
     /// Width of the model's residual stream; null = unknown.

@@ -45,6 +45,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 use crate::callback::{Accepted, CallbackTerms, Entry, Later};
 use crate::digest::Sha256Digest;
@@ -93,6 +94,21 @@ pub struct Register {
     /// Version of this protocol ([`PROTOCOL`]) in the worker.
     #[serde(default = "first_protocol")]
     pub protocol: u32,
+    /// The processor's kernels; null of a worker on a GPU, and of a worker that is older than this field.
+    #[serde(default)]
+    pub kernels: Option<KernelFacts>,
+}
+
+/// Which kernels a worker on the processor uses.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct KernelFacts {
+    /// The instruction set, as `--isa` names it: the one that was asked for, or the fastest by what was measured.
+    #[schema(example = "avx512_bf16")]
+    pub isa: String,
+    /// How many times the rate of avx512 the bf16 instructions of AVX-512 reached when the worker started; null where the
+    /// processor has none. `auto` takes them from 1.3 on.
+    #[schema(example = 1.98)]
+    pub avx512_bf16_gain: Option<f64>,
 }
 
 /// The server's response to a registration.
