@@ -112,7 +112,7 @@ import glob, json, sys
 
 work, out, command, shapes = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]
 BARS = {"tiny": (15, 25, 5), "small": (10, 15, 4), "0.6b": (4.5, 4.4, 3), "small-512": (15, None, None)}
-# With AVX512-BF16; tiny and small are compared with what they were without.
+# With AVX512-BF16. There are no bars for tiny and small: compare them with the earlier results on AVX-512.
 BARS_AVX512_BF16 = {"tiny": (None, None, None), "small": (None, None, None), "0.6b": (3.0, 4.4, 2.3), "small-512": (13, None, None)}
 MEMORY_BAR = 0.4
 

@@ -1,2 +1,2 @@
--- Which kernels a worker on the processor uses, as JSON: {isa, avx512_bf16_gain}. NULL = a GPU's worker, or an older one.
+-- The CPU kernels of a worker, as JSON: {isa, avx512_bf16_gain}. NULL = a worker on a GPU, or of an older version.
 ALTER TABLE workers ADD COLUMN kernels TEXT;

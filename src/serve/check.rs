@@ -174,8 +174,8 @@ fn check_kernels(config: &ServeConfig) -> Result<String, String> {
     let available: Vec<&str> = Isa::available().map(Isa::name).collect();
     let refused = Isa::refused().map_or(String::new(), |why| format!("; no amx: {why}"));
     let gain = Isa::bf16_gain().map_or(String::new(), |gain| {
-        let rule = Isa::WORTH_IT;
-        format!("; avx512_bf16 multiplies {gain:.2} times as fast as avx512 (auto takes it from {rule} times on)")
+        let least = Isa::MIN_BF16_GAIN;
+        format!("; avx512_bf16 is {gain:.2} times as fast as avx512 (auto uses it if this is at least {least})")
     });
     Ok(format!("{isa}; this machine has {}{gain}{refused}", available.join(", ")))
 }

@@ -112,12 +112,12 @@ impl<'a> Run<'a> {
         let backend = input.backend.map_or_else(|| BackendKind::of_device(input.device), Ok)?;
         let text = Text::load(input.model_dir).map_err(EngineError::from)?;
         let mut restored = input.resume.as_deref().map(|dir| checkpoint::read(dir, plan)).transpose()?;
-        let begun_with = restored.as_ref().and_then(|restored| restored.state.isa.clone());
+        let previous_isa = restored.as_ref().and_then(|restored| restored.state.isa.clone());
         let (isa, changed) =
-            start::choose_isa((backend, plan.training.dtype), begun_with.as_deref(), Isa::asked_for())?;
+            start::choose_isa((backend, plan.training.dtype), previous_isa.as_deref(), Isa::requested())?;
         changed.map_or(Ok(()), |warning| host.event(warning))?;
         let mut policy = match isa {
-            Some(isa) => Policy::on_cpu(input.model_dir, Cpu::of_process(plan.training.dtype, isa))?,
+            Some(isa) => Policy::on_cpu(input.model_dir, Cpu::with_process_threads(plan.training.dtype, isa))?,
             None => Policy::load_dtype(input.model_dir, backend, plan.training.dtype)?,
         };
         if let Some(restored) = &mut restored {

@@ -158,7 +158,7 @@ pub(super) fn choose_isa(
         Some(isa) => isa,
         None => Isa::chosen().map_err(EngineError::Input)?,
     };
-    // In f32, AMX and AVX512-BF16 use the kernels of AVX-512.
+    // AMX and AVX512-BF16 use the kernels of AVX-512 for f32.
     let isa = if dtype == ComputeDtype::F32 { isa.vectors() } else { isa };
     let changed = previous.filter(|name| *name != isa.name()).map(|name| {
         let message = format!(
@@ -196,17 +196,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_keeps_the_instructions_that_it_began_with() {
-        let choose = |dtype, begun_with, asked_for| {
-            choose_isa((BackendKind::Cpu, dtype), begun_with, asked_for).map(|(isa, warning)| (isa, warning.is_some()))
+    fn a_resumed_run_keeps_its_instruction_set() {
+        let choose = |dtype, previous, requested| {
+            choose_isa((BackendKind::Cpu, dtype), previous, requested).map(|(isa, warning)| (isa, warning.is_some()))
         };
         let (bf16, f32) = (ComputeDtype::Bf16, ComputeDtype::F32);
         let fastest = Isa::chosen().unwrap();
         assert_eq!(choose(bf16, None, None).unwrap(), (Some(fastest), false));
         for isa in Isa::available() {
-            // Whatever was measured when this process started.
+            // A resumed run keeps any available instruction set, also if it is not the fastest.
             assert_eq!(choose(bf16, Some(isa.name()), None).unwrap(), (Some(isa), false));
-            // Who asks for others is told.
+            // A requested instruction set has priority, and a change causes a warning.
             assert_eq!(
                 choose(bf16, Some(isa.name()), Some(Isa::Portable)).unwrap(),
                 (Some(Isa::Portable), isa != Isa::Portable)

@@ -1,7 +1,8 @@
-//! Matrix products with AVX512-BF16: the instruction `VDPBF16PS` multiplies pairs of bf16 and adds them to sums of f32.
+//! Matrix products with AVX512-BF16: its instruction `VDPBF16PS` multiplies pairs of bf16 and adds the products to f32 sums.
 //!
-//! The kernels read the same packed weights as AMX, and inputs in the same layout ([`Tiled`]), rounded to bf16 once. Each output
-//! is one chain over its pairs in order, for any number of rows and threads. The function `naive` states the exact arithmetic.
+//! The kernels read the same packed weights as AMX, and inputs in the same layout ([`Tiled`]), rounded to bf16 once. Each
+//! output is one chain of pairs in order, for any number of rows and threads. The function `naive` defines the exact
+//! arithmetic of the instruction.
 
 mod calibration;
 mod kernels;
@@ -11,40 +12,43 @@ pub(super) mod tests;
 use std::ops::Range;
 
 use super::amx::{self, Begin, Output, Tiled, valid};
-use super::gemm::product::{Scratch, copy, pieces, room, turn, turned_words};
-use super::gemm::tile::rung;
+use super::gemm::product::{Scratch, copy, pieces, room, transpose, transposed_words};
+use super::gemm::tile::tile_kernels;
 use super::gemm::{Job, Side};
 use super::isa::Isa;
 use super::pack::{Line, PANEL, PackDtype};
 pub(super) use calibration::{gain, refused};
 pub(super) use kernels::{PEAK_FLOPS, peak};
 
-/// Most rows of a cell. The packed inputs of so many rows stay in the second-level cache while the weights stream by.
+/// Maximum number of rows in a cell, the unit of work of a thread. The packed inputs of this many rows stay in the
+/// second-level cache while the weights are read.
 pub(super) const ROWS_AT_ONCE: usize = 144;
-/// Most elements of a cell's packed inputs, half of a second-level cache of 1 MiB.
+/// Maximum number of elements in the packed inputs of a cell: half of a second-level cache of 1 MiB.
 const INPUTS: usize = 256 << 10;
-/// Steps of a block of weights. All groups of rows use a block before the next one is read.
+/// Number of steps of the summed dimension in a block of weights. A block is multiplied with all rows of a cell before the
+/// next block is read.
 const DEEP: usize = 512;
-/// Steps of a block for at most one tile of rows. The block and the next one, which is prefetched, stay in the first-level cache.
+/// Number of steps in a block of weights for at most one tile of rows, so that the block and the prefetched next block stay
+/// in the first-level cache.
 const DEEP_FOR_FEW: usize = 128;
 
-/// Steps of a block in the layout of the inputs.
+/// Number of steps in a block of the packed inputs.
 const STEPS: usize = amx::STEPS;
 
-/// Computes the sum of all jobs' products for some rows and panels. Each job but the first adds to the outputs.
+/// Computes the sum of the products of all jobs for a range of rows and panels. Each job after the first adds to the outputs.
 ///
 /// # Safety
-/// The machine has AVX512-BF16; rows and panels are the jobs', the weights are packs of bf16, what is shared of their
-/// inputs begins at a tile of the rows.
+/// The machine has AVX512-BF16, rows and panels are within the bounds of the jobs, the weights are packs of bf16, and shared
+/// packed inputs begin at a tile of the rows.
 pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
-    let Scratch { inputs, turned, edge, .. } = scratch;
-    // A weight that this thread transposes itself serves twice as many rows.
-    let turns = jobs.iter().any(|job| job.side == Side::Backward && job.turned.is_none());
-    for rows in pieces(rows, if turns { 2 * ROWS_AT_ONCE } else { ROWS_AT_ONCE }) {
+    let Scratch { inputs, transposed, edge, .. } = scratch;
+    // If this thread transposes weights itself, use each transposed block for twice as many rows.
+    let transposes = jobs.iter().any(|job| job.side == Side::Backward && job.transposed.is_none());
+    for rows in pieces(rows, if transposes { 2 * ROWS_AT_ONCE } else { ROWS_AT_ONCE }) {
         let tiles = rows.len().div_ceil(amx::ROWS);
         let sums = room(edge, rows.len() * PANEL);
         let deeper = (INPUTS / (tiles * amx::ROWS)).max(DEEP) / DEEP * DEEP;
-        // The second product is added panel by panel, while the outputs are in the cache.
+        // Process two products panel by panel, so that the second one is added to outputs that are still in the cache.
         let together = jobs.len() == 2 && jobs[0].slot != jobs[1].slot && jobs[1].sum.len() <= deeper;
         for jobs in jobs.chunks(if together { 2 } else { 1 }) {
             let whole = &jobs[0].sum;
@@ -55,32 +59,33 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
                     let tiled = job.tiled.unwrap_or_else(|| {
                         let inputs = &mut inputs[job.slot];
                         if !inputs.holds(job, &rows, &sum, 0) {
-                            // Safety: AVX-512.
-                            unsafe { amx::lay_out(job, &rows, &sum, &mut inputs.lines) };
+                            // Safety: the machine has AVX-512.
+                            unsafe { amx::pack_inputs(job, &rows, &sum, &mut inputs.lines) };
                         }
                         Tiled::new(inputs.lines.as_ptr().cast(), &rows, &sum)
                     });
                     *part = Some((job, tiled, sum));
                 }
                 for panel in panels.clone() {
-                    // Safety: the caller's; there is room for the sums.
-                    unsafe { one_panel(parts.iter().flatten(), &rows, panel, turned, sums) };
+                    // Safety: the caller guarantees the bounds; `sums` has room for all rows of one panel.
+                    unsafe { one_panel(parts.iter().flatten(), &rows, panel, transposed, sums) };
                 }
             }
         }
     }
 }
 
-/// Computes one panel of outputs for some rows, block by block, each block for all rows. The buffer `sums` holds the sums between
-/// two blocks. The first block starts from the product's start values, and the last block writes the outputs.
+/// Computes a panel's outputs for a range of rows: blocks of weights one after another, each for all rows. Between two
+/// blocks the partial sums are stored in `sums`. The first block starts from the initial value (zero, bias, residual or
+/// existing output); the last one writes the outputs.
 unsafe fn one_panel<'a, 'j: 'a>(
     parts: impl Iterator<Item = &'a (&'a Job<'j>, Tiled, Range<usize>)> + Clone,
     rows: &Range<usize>,
     panel: usize,
-    turned: &mut Vec<Line>,
+    transposed: &mut Vec<Line>,
     sums: *mut f32,
 ) {
-    // With one group of rows, each weight is read once.
+    // One group of rows: a single block, since the weights are read only once anyway.
     let at_once = match rows.len() {
         ..=kernels::ROWS => usize::MAX / 2,
         ..=amx::ROWS => DEEP_FOR_FEW,
@@ -97,12 +102,12 @@ unsafe fn one_panel<'a, 'j: 'a>(
     let Some((first, ..)) = blocks.peek() else { return };
     let (valid, column) = (valid(first, panel), panel * PANEL);
     let waiting = Output { at: sums, stride: PANEL };
-    // The last panel may be narrower than the vectors. Its outputs are copied to `sums` first and back at the end.
+    // The last panel may be narrower than the vectors. Its initial values are copied to `sums`, and its outputs from `sums`.
     let is_whole = valid == PANEL;
     let mut fresh = true;
     let mut end = None;
     while let Some((job, tiled, begins, block)) = blocks.next() {
-        // Safety: the caller's.
+        // Safety: the caller guarantees what this `unsafe fn` requires.
         unsafe {
             let y = Output { at: job.y(rows.start, column), stride: job.stride };
             let mut from = Begin::Rows(waiting.at, PANEL);
@@ -115,23 +120,23 @@ unsafe fn one_panel<'a, 'j: 'a>(
             }
             let weights = match job.side {
                 Side::Forward => job.weight.panel(panel).add(block.start / 2 * PANEL),
-                Side::Backward => match job.turned {
+                Side::Backward => match job.transposed {
                     Some(all) => all.at(job.weight, panel, block.start),
                     None => {
-                        let out = room(turned, block.len().div_ceil(PANEL) * turned_words(PackDtype::Bf16));
-                        turn(rung(Isa::Avx512), job.weight, panel, &block, out);
+                        let out = room(transposed, block.len().div_ceil(PANEL) * transposed_words(PackDtype::Bf16));
+                        transpose(tile_kernels(Isa::Avx512), job.weight, panel, &block, out);
                         out.cast_const().cast()
                     }
                 },
             };
             let steps = block.len().div_ceil(STEPS);
-            let is_turned_here = job.side == Side::Backward && job.turned.is_none();
+            let is_transposed_here = job.side == Side::Backward && job.transposed.is_none();
             kernels::Block {
                 inputs: tiled.at(rows.start, block.start),
                 inputs_stride: tiled.tile_bytes(),
                 weights: weights.cast(),
                 steps,
-                next: weights.wrapping_add(if is_turned_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
+                next: weights.wrapping_add(if is_transposed_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
                 from,
                 to: if is_whole && blocks.peek().is_none() { y } else { waiting },
             }
@@ -142,14 +147,15 @@ unsafe fn one_panel<'a, 'j: 'a>(
     }
     let Some(y) = end.filter(|_| !is_whole) else { return };
     for row in 0..rows.len() {
-        // Safety: the caller's.
+        // Safety: the caller guarantees what this `unsafe fn` requires.
         unsafe { copy(sums.add(row * PANEL), y.at.add(row * y.stride), valid) };
     }
 }
 
-/// The naive twin of VDPBF16PS for one lane (Intel's manual, volume 2). The instruction adds the product of the second values
-/// first, then that of the first values. Each multiply-add is rounded once, to the nearest f32, ties to even. Subnormal inputs,
-/// sums and results count as zeros of their sign. The bits of a NaN are not specified here.
+/// A naive implementation of `VDPBF16PS` for one lane, after Intel's manual, volume 2. The instruction adds the product of the
+/// second values first, then the product of the first values. It rounds each multiply-add once, to the nearest f32, ties to
+/// even, and replaces subnormal inputs, sums and results by zeros of the same sign. The bits of a NaN may differ from those of
+/// the instruction.
 #[cfg(all(test, target_os = "linux"))]
 fn naive(sum: f32, x: [half::bf16; 2], w: [half::bf16; 2]) -> f32 {
     let flush = |value: f32| if value.is_subnormal() { 0f32.copysign(value) } else { value };

@@ -4,7 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-/// An instruction set of the CPU. Each one needs those before it, except [`Isa::Portable`].
+/// An instruction set of the CPU. Each one needs those before it, except [`Isa::Portable`], and except that [`Isa::Amx`]
+/// does not need [`Isa::Avx512Bf16`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
     /// Plain Rust for any machine; NEON if the compiler vectorizes to it.
@@ -68,8 +69,8 @@ impl Isa {
         Some("AMX is a feature of x86-64")
     }
 
-    /// Whether products with packs of bf16 round their inputs to bf16. Slower instruction sets widen the weights to f32
-    /// instead.
+    /// Whether products with packs of bf16 round their inputs to bf16. The other instruction sets widen the weights to
+    /// f32 instead.
     pub fn rounds_inputs(self) -> bool {
         matches!(self, Isa::Avx512Bf16 | Isa::Amx)
     }
@@ -109,7 +110,7 @@ impl Isa {
         let available: Vec<&str> = Isa::available().map(Isa::name).collect();
         let why = match Isa::refused() {
             Some(why) if isa == Isa::Amx => format!(" ({why})"),
-            _ if isa == Isa::Avx512Bf16 => " (it needs the instructions AVX512-BF16)".to_owned(),
+            _ if isa == Isa::Avx512Bf16 => " (it requires a CPU with AVX512-BF16)".to_owned(),
             _ => String::new(),
         };
         Err(format!("{name} does not run on this machine{why}: use auto or one of {}", available.join(", ")))
@@ -136,13 +137,14 @@ impl Isa {
         Isa::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
-    /// The fastest instruction set this machine supports.
+    /// The fastest instruction set this machine supports. [`Isa::Avx512Bf16`] only counts as faster than [`Isa::Avx512`]
+    /// if its measured speed is high enough.
     pub fn best() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
-        let is_worth_it =
-            |isa: &Isa| *isa != Isa::Avx512Bf16 || Isa::bf16_gain().is_some_and(|gain| gain >= Isa::WORTH_IT);
+        let is_worthwhile =
+            |isa: &Isa| *isa != Isa::Avx512Bf16 || Isa::bf16_gain().is_some_and(|gain| gain >= Isa::MIN_BF16_GAIN);
         *BEST.get_or_init(|| {
-            Isa::available().collect::<Vec<_>>().into_iter().rfind(is_worth_it).unwrap_or(Isa::Portable)
+            Isa::available().collect::<Vec<_>>().into_iter().rfind(is_worthwhile).unwrap_or(Isa::Portable)
         })
     }
 }
@@ -179,12 +181,12 @@ mod tests {
     }
 
     #[test]
-    fn auto_takes_the_bf16_instructions_where_they_are_faster() {
+    fn auto_chooses_avx512_bf16_if_it_is_faster() {
         assert_eq!(Isa::bf16_gain().is_some(), Isa::Avx512Bf16.is_available());
         let Some(gain) = Isa::bf16_gain() else { return };
         assert!(gain > 0.2 && gain < 8.0, "{gain}");
         if !Isa::Amx.is_available() {
-            assert_eq!(Isa::best() == Isa::Avx512Bf16, gain >= Isa::WORTH_IT);
+            assert_eq!(Isa::best() == Isa::Avx512Bf16, gain >= Isa::MIN_BF16_GAIN);
         }
     }
 

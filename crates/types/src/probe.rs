@@ -46,11 +46,11 @@ pub struct ProbeReport {
     /// Whether everything was measured. If false, the time limit or a failure ended the preflight early, and the figures cover what
     /// was done by then.
     pub complete: bool,
-    /// The failure that ended the preflight early; null = none, or the time limit.
+    /// The failure that ended the preflight early; null = none, or the time limit was reached.
     pub error: Option<ProbeError>,
     /// Number of prompts that were sampled and scored, spread over the dataset.
     pub prompts: u64,
-    /// The failure that ended the preflight early; null = none, or the time limit was reached.
+    /// Number of completions that were sampled and scored.
     pub completions: u64,
     /// Mean of the weighted reward, before clipping and KL penalty.
     pub reward: Option<f64>,

@@ -94,19 +94,19 @@ pub struct Register {
     /// Version of this protocol ([`PROTOCOL`]) in the worker.
     #[serde(default = "first_protocol")]
     pub protocol: u32,
-    /// The processor's kernels; null of a worker on a GPU, and of a worker that is older than this field.
+    /// CPU kernels of the worker; null for a worker on a GPU, and for workers of versions before this field.
     #[serde(default)]
     pub kernels: Option<KernelFacts>,
 }
 
-/// Which kernels a worker on the processor uses.
+/// The CPU kernels of a worker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct KernelFacts {
-    /// The instruction set, as `--isa` names it: the one that was asked for, or the fastest by what was measured.
+    /// Name of the instruction set, as in `--isa`: the requested one, or with `auto` the fastest one.
     #[schema(example = "avx512_bf16")]
     pub isa: String,
-    /// How many times the rate of avx512 the bf16 instructions of AVX-512 reached when the worker started; null where the
-    /// processor has none. `auto` takes them from 1.3 on.
+    /// Speed of the bf16 instructions of AVX-512 (`avx512_bf16`) divided by the speed of `avx512` in f32, measured when the worker
+    /// started; null if the CPU does not have them. `auto` chooses `avx512_bf16` if the quotient is at least 1.3.
     #[schema(example = 1.98)]
     pub avx512_bf16_gain: Option<f64>,
 }

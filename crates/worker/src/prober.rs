@@ -66,15 +66,15 @@ pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
         Err(error) => ProbeReport { error: Some(error), ..ProbeReport::default() },
     };
     report.peak_memory_bytes = peak_resident_bytes();
-    report.isa = isa_of(args.device, plan.training.dtype);
+    report.isa = isa_name(args.device, plan.training.dtype);
     report.hidden_size = card.ok().map(|card| card.config.shape().hidden_size);
     report.verdict = verdict(&report, &plan);
     one_shot::write_report(&report)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// The instruction set of the processor's kernels that a job of this precision computes with; `None` on a GPU.
-fn isa_of(device: Device, dtype: ComputeDtype) -> Option<String> {
+/// Name of the instruction set of the CPU kernels for jobs of this precision; `None` on a GPU.
+fn isa_name(device: Device, dtype: ComputeDtype) -> Option<String> {
     let isa = Isa::chosen().ok().filter(|_| device == Device::Cpu)?;
     let isa = if dtype == ComputeDtype::F32 { isa.vectors() } else { isa };
     Some(isa.name().to_owned())

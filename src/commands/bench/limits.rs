@@ -38,7 +38,7 @@ pub struct ProcessorLimits {
     pub fma_gflop_s: f64,
     /// Products of bf16 tiles, in 1e9 operations per second; None without AMX.
     pub amx_gflop_s: Option<f64>,
-    /// Multiply-adds of pairs of bf16 (AVX512-BF16), 1e9 operations a second, where that rung is used.
+    /// Multiply-adds of bf16 pairs (AVX512-BF16), in 1e9 operations per second; None unless that instruction set is used.
     #[serde(default)]
     pub avx512_bf16_gflop_s: Option<f64>,
 }

@@ -79,7 +79,7 @@ impl<'a> Report<'a> {
                     rate("tile products, bf16", amx, "GFLOP/s");
                 }
                 if let Some(pairs) = limits.avx512_bf16_gflop_s {
-                    rate("multiply-adds of pairs, bf16", pairs, "GFLOP/s");
+                    rate("multiply-adds of pairs, bf16 (AVX512-BF16)", pairs, "GFLOP/s");
                 }
             }
             Some(Limits::Gpu(limits)) => {

@@ -65,11 +65,11 @@ impl Drop for Angles {
 impl Cpu {
     /// Creates a backend with the best instructions the machine supports, or those that `RLOOD_ISA` names.
     pub fn new(dtype: ComputeDtype) -> Result<Cpu> {
-        Ok(Cpu::of_process(dtype, Isa::chosen().map_err(EngineError::Input)?))
+        Ok(Cpu::with_process_threads(dtype, Isa::chosen().map_err(EngineError::Input)?))
     }
 
-    /// With these instructions, and the threads of the process.
-    pub fn of_process(dtype: ComputeDtype, isa: Isa) -> Cpu {
+    /// Creates a backend with the given instructions and the shared threads of the process.
+    pub fn with_process_threads(dtype: ComputeDtype, isa: Isa) -> Cpu {
         static THREADS: OnceLock<Arc<Threads>> = OnceLock::new();
         let threads = THREADS.get_or_init(|| Arc::new(Threads::new(rayon::current_num_threads())));
         Cpu::with(dtype, isa, threads.clone())

@@ -1,4 +1,4 @@
-//! The innermost loops: up to 8 rows by one panel of 32 outputs, with the sums in registers.
+//! The innermost loops: they multiply up to 8 rows with one panel of 32 outputs, and keep the sums in registers.
 
 use std::arch::x86_64::*;
 use std::hint::black_box;
@@ -7,35 +7,37 @@ use super::super::amx::{Begin, Output, ROWS as TILE};
 use super::super::gemm::tile::prefetch;
 use super::super::pack::PANEL;
 
-/// Most rows of a group. Its 16 sums in registers hide the latency of the instruction.
+/// Maximum number of rows in a group. The 16 independent sums of 8 rows hide the latency of the instruction.
 pub(super) const ROWS: usize = 8;
-/// Bytes of one row, and of all 16 rows, in a block of 32 steps of the inputs.
+/// Number of bytes of one row, and of all 16 rows, in a block of 32 steps of the packed inputs.
 const ROW_BYTES: usize = 64;
 const BLOCK_BYTES: usize = TILE * ROW_BYTES;
-/// Bytes of the weights of a panel for one pair of steps, and for 32 steps.
+/// Number of bytes of a panel's weights for one pair of steps, and for 32 steps.
 const PAIR_BYTES: usize = PANEL * 4;
 const WEIGHT_BYTES: usize = 16 * PAIR_BYTES;
-/// Distance in bytes at which a stream of weights is prefetched.
-const AHEAD: usize = 4096;
+/// Number of bytes that a sequential read of weights is prefetched ahead.
+const PREFETCH_DISTANCE: usize = 4096;
+/// Number of bytes in a cache line.
 const LINE: usize = 64;
 
-/// One block of weights of a panel, and the rows that it is multiplied with.
+/// A block of a panel's weights, and the rows that are multiplied with it.
 pub(super) struct Block {
-    /// Tiles of 16 rows, `inputs_stride` bytes apart. A tile is a sequence of blocks of 32 steps.
+    /// Packed inputs: tiles of 16 rows, `inputs_stride` bytes apart. A tile is a sequence of blocks of 32 steps.
     pub inputs: *const u8,
     pub inputs_stride: usize,
-    /// Packed weights of this panel: `[steps][16][32][2]` bf16.
+    /// Packed weights of the panel: `[steps][16][32][2]` bf16.
     pub weights: *const u8,
     /// Number of blocks of 32 steps.
     pub steps: usize,
-    /// The weights to prefetch meanwhile: those of the next block, or these again where the next ones are not known.
+    /// Weights to prefetch meanwhile: those of the next block, or `weights` again if the next block is unknown.
     pub next: *const u8,
-    /// Start values of the sums, and the place that the sums are written to.
+    /// Initial value of the sums.
     pub from: Begin,
+    /// Memory that the sums are written to.
     pub to: Output,
 }
 
-/// The arguments of a kernel: one group of rows and a block of weights.
+/// The arguments of a kernel: a group of rows and a block of weights.
 struct Group {
     inputs: *const u8,
     weights: *const u8,
@@ -44,25 +46,26 @@ struct Group {
     from_stride: usize,
     to: *mut f32,
     to_stride: usize,
-    /// The first byte to prefetch.
+    /// Address of the first byte to prefetch.
     fetch: *const u8,
 }
 
 type Kernel = unsafe fn(&Group);
 
-/// The kernels that prefetch 0, 1 and 2 cache lines for each pair of steps, each indexed by the number of rows − 1.
+/// Builds the table of kernels. The first index is the number of cache lines to prefetch per pair of steps (0 to 2), the second
+/// one the number of rows − 1.
 macro_rules! kernels {
     ($($rows:literal)*) => { [[$(group::<$rows, 0>,)*], [$(group::<$rows, 1>,)*], [$(group::<$rows, 2>,)*]] };
 }
 const KERNELS: [[Kernel; ROWS]; 3] = kernels!(1 2 3 4 5 6 7 8);
 
 impl Block {
-    /// Multiplies the block with this many rows.
+    /// Multiplies the block of weights with `rows` rows.
     ///
     /// # Safety
-    /// The machine has AVX512-BF16, and the pointers reach as far as they must.
+    /// The machine has AVX512-BF16, and the pointers are valid for all rows and steps.
     pub unsafe fn multiply(&self, rows: usize) {
-        // A group never crosses the border of a tile.
+        // Each group of rows is within one tile.
         let groups_of = |rows: usize| rows.div_ceil(ROWS);
         let groups = rows / TILE * groups_of(TILE) + groups_of(rows % TILE);
         let mut number = 0;
@@ -73,10 +76,10 @@ impl Block {
                 let first = in_tile * group / count;
                 let len = in_tile * (group + 1) / count - first;
                 let row = tile * TILE + first;
-                // A single group prefetches its own weights a little ahead. Of several groups, the first two prefetch half of
-                // the next block each.
+                // A single group prefetches its own weights a little ahead. With several groups, the first two prefetch one
+                // half of the next block each.
                 let (fetch, lines) = match (groups, number) {
-                    (1, _) => (self.weights.wrapping_add(AHEAD), 2),
+                    (1, _) => (self.weights.wrapping_add(PREFETCH_DISTANCE), 2),
                     (_, 0 | 1) => (self.next.wrapping_add(number * self.steps * WEIGHT_BYTES / 2), 1),
                     _ => (self.weights, 0),
                 };
@@ -85,7 +88,7 @@ impl Block {
                     Begin::Bias(bias) => (bias, 0),
                     Begin::Rows(rows, stride) => (rows.wrapping_add(row * stride), stride),
                 };
-                // Safety: the caller's.
+                // Safety: the caller guarantees what this `unsafe fn` requires.
                 unsafe {
                     KERNELS[lines][len - 1](&Group {
                         inputs: self.inputs.add(tile * self.inputs_stride + first * ROW_BYTES),
@@ -106,7 +109,7 @@ impl Block {
 
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn group<const MR: usize, const FETCH: usize>(group: &Group) {
-    // Safety: as the caller guarantees. A prefetch reads nothing.
+    // Safety: the caller guarantees the pointers. A prefetch from an invalid address has no effect.
     unsafe {
         let mut acc = [[_mm512_setzero_ps(); 2]; MR];
         if !group.from.is_null() {
@@ -148,19 +151,19 @@ unsafe fn group<const MR: usize, const FETCH: usize>(group: &Group) {
     }
 }
 
-/// Independent chains of multiply-adds in [`peak`] and [`peak_f32`], enough to hide the latency of both instructions.
+/// Number of independent chains of multiply-adds in [`peak`] and [`peak_f32`], enough to hide the latency of both instructions.
 const CHAINS: usize = 24;
-/// Operations of one step of [`peak`]: a multiply-add counts as two.
+/// Number of floating-point operations in a step of [`peak`]; a multiply-add counts as two.
 pub(in super::super) const PEAK_FLOPS: usize = CHAINS * 16 * 4;
 
-/// Runs the instruction on registers alone, [`CHAINS`] times a step, to measure its rate.
+/// Executes `VDPBF16PS` on registers only, [`CHAINS`] times per step, to measure the peak throughput.
 ///
 /// # Safety
 /// The machine has AVX512-BF16.
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(in super::super) unsafe fn peak(steps: usize) -> f32 {
     let pair = |value: f32| half::bf16::from_f32(value).to_bits() as i32 * 0x1_0001;
-    // Safety: as wide.
+    // Safety: both types have 64 bytes.
     let (x, w): (__m512bh, __m512bh) = unsafe {
         let x = _mm512_set1_epi32(black_box(pair(1e-3)));
         (std::mem::transmute(x), std::mem::transmute(_mm512_set1_epi32(black_box(pair(0.999)))))
@@ -174,7 +177,7 @@ pub(in super::super) unsafe fn peak(steps: usize) -> f32 {
     total(acc)
 }
 
-/// Runs f32 multiply-adds on registers alone, [`CHAINS`] times a step: half the operations of [`peak`].
+/// Executes f32 multiply-adds on registers only, [`CHAINS`] times per step. A step has half as many operations as one of [`peak`].
 #[target_feature(enable = "avx512f")]
 pub(super) fn peak_f32(steps: usize) -> f32 {
     let (x, w) = (_mm512_set1_ps(black_box(1e-3)), _mm512_set1_ps(black_box(0.999)));

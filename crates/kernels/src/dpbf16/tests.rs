@@ -1,5 +1,5 @@
-//! Compares the instruction with its naive twin, and products with chains of the twin, bit for bit. On machines without the
-//! instruction the emulator stands in for it.
+//! Compares the instruction `VDPBF16PS` with [`naive`], and matrix products with chains of [`naive`], bit for bit. On machines
+//! without AVX512-BF16 the emulator executes the instruction.
 
 pub(crate) mod emulator;
 
@@ -14,18 +14,18 @@ use crate::isa::Isa;
 use crate::pack::{PackDtype, PackedMatrix};
 use crate::threads::Threads;
 
-/// Runs the instruction and returns its first lane.
+/// Executes the instruction and returns the first lane of the result.
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn instruction(sum: f32, x: [bf16; 2], w: [bf16; 2]) -> f32 {
     let pair = |pair: [bf16; 2]| {
         let word = u32::from(pair[0].to_bits()) | u32::from(pair[1].to_bits()) << 16;
-        // Safety: as wide.
+        // Safety: both types have 64 bytes.
         unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(word as i32)) }
     };
     _mm512_cvtss_f32(_mm512_dpbf16_ps(_mm512_set1_ps(sum), pair(x), pair(w)))
 }
 
-/// Asserts that both have the same bits, or that both are NaN.
+/// Asserts that both values have the same bits, or that both are NaN.
 #[track_caller]
 fn assert_same(found: f32, expected: f32, what: impl Fn() -> String) {
     let same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
@@ -34,12 +34,12 @@ fn assert_same(found: f32, expected: f32, what: impl Fn() -> String) {
 
 #[track_caller]
 fn assert_is_naive(sum: f32, x: [bf16; 2], w: [bf16; 2]) {
-    // Safety: the caller has installed the emulator.
+    // Safety: the machine has AVX-512, and the emulator is installed if the machine has no AVX512-BF16.
     let found = unsafe { instruction(sum, x, w) };
     assert_same(found, naive(sum, x, w), || format!("{sum:e} + {x:?} · {w:?}"));
 }
 
-/// A generator of random words (xorshift).
+/// Returns a generator of random 64-bit numbers (xorshift).
 fn words(mut state: u64) -> impl FnMut() -> u64 {
     move || {
         state ^= state << 13;
@@ -50,12 +50,13 @@ fn words(mut state: u64) -> impl FnMut() -> u64 {
 }
 
 #[test]
-fn the_instruction_is_its_naive_twin_on_random_values() {
+fn the_instruction_equals_the_naive_function_on_random_values() {
     if !install() {
         return;
     }
     let mut next = words(0x2545_f491_4f6c_dd1d);
-    // Exponents near 1, where another order of additions rounds differently; small exponents, whose products underflow; all.
+    // Values near 1, for which another order of additions rounds differently; small values, whose products underflow; all
+    // values.
     for (low, high) in [(120, 134), (100, 150), (40, 70), (0, 2), (0, 256)] {
         let count = if Isa::Avx512Bf16.is_available() { 200_000 } else { 20_000 };
         for _ in 0..count {
@@ -72,12 +73,12 @@ fn the_instruction_is_its_naive_twin_on_random_values() {
 }
 
 #[test]
-fn the_instruction_is_its_naive_twin_on_the_edges() {
+fn the_instruction_equals_the_naive_function_on_edge_cases() {
     if !install() {
         return;
     }
-    // Zeros, the smallest and the largest subnormal, the smallest normal and the next, 2^-63, 1, 1 + 2^-7, 2^63, the largest,
-    // infinity, NaN.
+    // Zero, the smallest and the largest subnormal number, the smallest normal number and the next one, 2^-63, 1, 1 + 2^-7,
+    // 2^63, the largest number, infinity, NaN.
     let magnitudes = [0, 1, 0x7f, 0x80, 0x81, 0x2000, 0x3f80, 0x3f81, 0x5f00, 0x7f7f, 0x7f80, 0x7fc0];
     let values: Vec<bf16> = magnitudes.iter().flat_map(|bits| [*bits, bits | 0x8000]).map(bf16::from_bits).collect();
     let sums =
@@ -91,7 +92,7 @@ fn the_instruction_is_its_naive_twin_on_the_edges() {
             assert_is_naive(*sum, [at(0), at(1)], [at(2), at(3)]);
         }
     }
-    // Results next to the smallest normal number, and next to the largest.
+    // Results near the smallest normal number and near the largest number.
     let value = |bits: u32| bf16::from_f32(f32::from_bits(bits));
     for low in 0x3f80..0x3fff {
         for exponent in [1, 2, 9, 10, 20] {
@@ -108,7 +109,7 @@ fn the_instruction_is_its_naive_twin_on_the_edges() {
     }
 }
 
-/// Random values near 1, of which some are tiny or subnormal; with `wild` some are huge, infinite or NaN.
+/// Returns random values near 1, some of which are tiny or subnormal. With `wild`, some are huge, infinite or NaN.
 fn values(count: usize, seed: u64, wild: bool) -> Vec<f32> {
     let mut next = words(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut value = || {
@@ -125,7 +126,7 @@ fn values(count: usize, seed: u64, wild: bool) -> Vec<f32> {
     (0..count).map(|_| value()).collect()
 }
 
-/// The sum as the kernels must compute it: pair by pair, in order. A zero completes the last pair.
+/// Computes a dot product as the kernels must: pair by pair, in order. A zero completes the last pair.
 fn chain(start: f32, x: impl Iterator<Item = f32>, w: impl Iterator<Item = f32>) -> f32 {
     let (mut x, mut w) = (x.map(bf16::from_f32), w.map(bf16::from_f32));
     let mut sum = start;
@@ -136,7 +137,7 @@ fn chain(start: f32, x: impl Iterator<Item = f32>, w: impl Iterator<Item = f32>)
     sum
 }
 
-/// The sum after one more pair of zeros, as sums are padded: it turns −0 into 0 and a subnormal start into zero.
+/// Adds one more pair of zeros to a sum, as the kernels do when they pad. This replaces −0 and subnormal values by 0.
 fn padded(sum: f32) -> f32 {
     naive(sum, [bf16::ZERO; 2], [bf16::ZERO; 2])
 }
@@ -154,7 +155,7 @@ const SHAPES: [(usize, usize, usize); 9] = [
 ];
 
 #[test]
-fn products_are_chains_of_the_naive_twin() {
+fn products_are_chains_of_the_naive_function() {
     if !install() {
         return;
     }

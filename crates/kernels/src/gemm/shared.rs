@@ -1,5 +1,5 @@
-//! Products of many rows with AMX tiles: inputs or weights that several threads or products read are packed once
-//! for all of them.
+//! Products of many rows with AMX or AVX512-BF16: inputs or weights that several threads or products read are packed
+//! once for all of them.
 
 use std::cell::RefCell;
 use std::ops::Range;

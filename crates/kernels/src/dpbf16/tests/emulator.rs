@@ -1,7 +1,9 @@
-//! VDPBF16PS on machines without it: the instruction raises SIGILL, and the handler of [`crate::amx::tests::emulator`] asks here.
+//! Emulates `VDPBF16PS` on machines without AVX512-BF16: the instruction raises SIGILL, and the signal handler of
+//! [`crate::amx::tests::emulator`] calls [`execute`].
 //!
-//! Forms as in Intel's manual, volume 2: 512 bits without a mask, the second factor a register, memory, or one pair of memory
-//! for all lanes. Registers stand in the frame that the kernel saved (XSAVE, volume 1, chapter 13).
+//! The emulator supports these forms of the instruction (Intel's manual, volume 2): 512 bits without a mask; the second factor
+//! is a register, memory, or one pair in memory that is used for all lanes. The handler reads and writes the registers in
+//! the frame that the operating system saved (XSAVE, Intel's manual, volume 1, chapter 13).
 
 use std::arch::x86_64::__cpuid_count;
 
@@ -9,21 +11,21 @@ use half::bf16;
 
 use super::super::naive;
 
-/// Values of a register.
+/// Number of f32 values in a register.
 const LANES: usize = 16;
-/// Bytes of a register.
+/// Number of bytes in a register.
 const BYTES: usize = 64;
 
-/// The second factor.
+/// The second factor of the instruction: the number of a register, or an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Factor {
     Register(usize),
     Memory(usize),
-    /// One pair for all lanes.
+    /// Address of one pair that is used for all lanes.
     Pair(usize),
 }
 
-/// sums += a · b, addresses resolved.
+/// The instruction `sums += a · b`, with resolved addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Instruction {
     sums: usize,
@@ -31,11 +33,12 @@ struct Instruction {
     b: Factor,
 }
 
-/// Carry out the instruction at which a signal came and go behind it; false where it is another one. `ud2` before the
-/// instruction is skipped: so a test reaches the emulator on a machine that has the instruction.
-pub(crate) fn carry_out(context: *mut libc::c_void) -> bool {
+/// Executes the instruction that raised a signal, and continues after it. Returns false if it is another instruction.
+///
+/// The function skips an instruction `ud2` before it. With `ud2`, a test uses the emulator also on machines with AVX512-BF16.
+pub(crate) fn execute(context: *mut libc::c_void) -> bool {
     const UD2: [u8; 2] = [0x0f, 0x0b];
-    // Safety: the kernel gives a context, and the instruction pointer points to code.
+    // Safety: the operating system passes a valid context, and the instruction pointer points to code.
     unsafe {
         let machine = &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext;
         let mut at = machine.gregs[libc::REG_RIP as usize] as usize;
@@ -72,7 +75,7 @@ fn multiply(sums: &[u8; BYTES], a: &[u8; BYTES], b: &[u8; BYTES]) -> [u8; BYTES]
     out
 }
 
-/// VDPBF16PS in its EVEX encoding and how long it is.
+/// Decodes `VDPBF16PS` in its EVEX encoding. Returns the instruction and its length in bytes.
 fn decode(code: &[u8], at: usize, register: impl Fn(usize) -> usize) -> Option<(Instruction, usize)> {
     // 62 RXBR'0mmm W.vvvv.1.pp z.L'L.b.V'.aaa opcode modrm …
     let [0x62, one, two, three, 0x52, modrm, ..] = *code else { return None };
@@ -107,53 +110,53 @@ fn decode(code: &[u8], at: usize, register: impl Fn(usize) -> usize) -> Option<(
         base = Some(register(rm | b << 3));
     }
     let (displacement, bytes) = match (mode, base) {
-        // A byte counts whole factors.
+        // A displacement of one byte is in units of the factor's size.
         (1, _) => (code[length] as i8 as isize * if is_pair { 4 } else { BYTES as isize }, 1),
         (2, _) | (_, None) => (i32::from_le_bytes(code[length..length + 4].try_into().ok()?) as isize, 4),
         _ => (0, 0),
     };
     length += bytes;
-    // Without a base and an index it counts from the end of the instruction.
+    // Without a base and an index, the displacement is relative to the end of the instruction.
     let begin = base.unwrap_or(if scaled { 0 } else { at + length });
     let address = begin.wrapping_add(index).wrapping_add_signed(displacement);
     let b = if is_pair { Factor::Pair(address) } else { Factor::Memory(address) };
     Some((Instruction { sums, a, b }, length))
 }
 
-/// The registers as they were saved, and will be again.
+/// The registers that the operating system saved, and will restore after the signal handler.
 struct Frame(*mut u8);
 
-/// Components of the state: XMM, the upper halves of YMM, of ZMM, and registers 16 to 31.
+/// Numbers of the XSAVE components: registers XMM, upper halves of YMM, upper halves of ZMM 0 to 15, and ZMM 16 to 31.
 const XMM: u32 = 1;
 const YMM: u32 = 2;
 const ZMM: u32 = 6;
 const MORE: u32 = 7;
 
 impl Frame {
-    /// `None` where the kernel saved less than all.
+    /// Returns `None` if the frame contains only part of the registers.
     unsafe fn new(at: *mut u8) -> Option<Frame> {
         const MAGIC: u32 = 0x4650_5853;
-        // Safety: a frame begins with 512 bytes, of which the last 48 say what follows.
+        // Safety: a frame begins with 512 bytes, whose last 48 bytes describe the rest.
         unsafe { (at.add(464).cast::<u32>().read_unaligned() == MAGIC).then_some(Frame(at)) }
     }
 
-    /// Where a component lies, how long it is.
+    /// Address and number of bytes of a component.
     fn component(&self, number: u32) -> (*mut u8, usize) {
         match number {
             XMM => (self.0.wrapping_add(160), 256),
             _ => {
-                let place = __cpuid_count(0xd, number);
-                (self.0.wrapping_add(place.ebx as usize), place.eax as usize)
+                let leaf = __cpuid_count(0xd, number);
+                (self.0.wrapping_add(leaf.ebx as usize), leaf.eax as usize)
             }
         }
     }
 
-    /// Which components are not all zero.
+    /// Address of the bit mask of components that are saved; the others are zero.
     fn present(&self) -> *mut u64 {
         self.0.wrapping_add(512).cast()
     }
 
-    /// Parts of a register: component, offset in it, bytes, from the lowest.
+    /// The components that contain parts of a register, from the lowest part, and the number of bytes of each part.
     fn parts(number: usize) -> &'static [(u32, usize)] {
         const LOW: [(u32, usize); 3] = [(XMM, 16), (YMM, 16), (ZMM, 32)];
         const HIGH: [(u32, usize); 1] = [(MORE, 64)];
@@ -201,9 +204,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_forms_are_told_apart() {
+    fn the_decoder_recognizes_the_forms_of_the_instruction() {
         let register = |number: usize| 0x1000 * (number + 1);
-        // As an assembler writes them.
+        // The machine code of an assembler.
         let cases: [(&[u8], Instruction); 5] = [
             // vdpbf16ps zmm1, zmm2, zmm3
             (&[0x62, 0xf2, 0x6e, 0x48, 0x52, 0xcb], Instruction { sums: 1, a: 2, b: Factor::Register(3) }),
@@ -224,7 +227,7 @@ mod tests {
             padded[..code.len()].copy_from_slice(code);
             assert_eq!(decode(&padded, 0, register), Some((instruction, code.len())), "{code:x?}");
         }
-        // With a mask, in 256 bits, and vpdpwssd: none of them.
+        // The decoder rejects the instruction with a mask, with 256 bits, and another instruction (vpdpwssd).
         for other in [
             [0x62, 0xf2, 0x6e, 0x49, 0x52, 0xcb],
             [0x62, 0xf2, 0x6e, 0x28, 0x52, 0xcb],
@@ -234,10 +237,11 @@ mod tests {
         }
     }
 
-    /// Sums in three registers, emulated (behind `ud2`): the second factor from memory, as one pair, and from a register.
+    /// Executes three emulated instructions, each after `ud2`. Their second factors are in memory, one pair in memory for all
+    /// lanes, and in a register.
     #[target_feature(enable = "avx512f")]
     fn emulated(sums: &[f32; 16], a: &[f32; 16], b: &[f32; 16]) -> [[f32; 16]; 3] {
-        // Safety: the loads and stores are inside the arrays; the handler goes behind the instructions.
+        // Safety: the loads and stores are inside the arrays, and the handler continues after the instructions.
         unsafe {
             let [mut one, mut two, mut three]: [__m512; 3] = [_mm512_loadu_ps(sums.as_ptr()); 3];
             let (a, in_register) = (_mm512_loadu_ps(a.as_ptr()), _mm512_loadu_ps(b.as_ptr()));
@@ -268,7 +272,7 @@ mod tests {
         let words =
             |seed: u32| std::array::from_fn(|lane| f32::from_bits(0x3f80_4000 + (lane as u32 * 37 + seed) * 0x1_0003));
         let (sums, a, b): ([f32; 16], [f32; 16], [f32; 16]) = (words(1), words(2), words(3));
-        // Safety: the emulator is installed only where AVX-512 is.
+        // Safety: the emulator is only installed if the machine has AVX-512.
         let found = unsafe { emulated(&sums, &a, &b) };
         let pair = |word: f32| [word.to_bits() as u16, (word.to_bits() >> 16) as u16].map(bf16::from_bits);
         for lane in 0..16 {
