@@ -59,7 +59,7 @@ pub struct ServeArgs {
     #[arg(long, env = "RLOOD_MODEL_ROOT", value_delimiter = ',', value_name = "DIR,…")]
     pub model_root: Option<Vec<PathBuf>>,
 
-    /// Instruction set of the CPU kernels: auto (the best one that the machine supports), portable, avx2, avx512 or amx.
+    /// Instruction set of the CPU kernels: auto (the fastest one that the machine supports), portable, avx2, avx512, avx512_bf16 or amx.
     #[arg(long, env = "RLOOD_ISA", default_value = "auto", value_enum)]
     pub isa: Isa,
 

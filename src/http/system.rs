@@ -20,6 +20,7 @@ use super::list::{List, Time};
 use super::prometheus::{family, line};
 use crate::id::{JobId, WorkerId};
 use crate::job::State as JobState;
+use crate::protocol::KernelFacts;
 use crate::store::{WorkerRow, clock_ms};
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -204,6 +205,8 @@ pub struct Worker {
     pub threads: u32,
     /// The worker's rlood version.
     pub version: String,
+    /// CPU kernels of the worker; null on a GPU, and for workers of versions before this field.
+    pub kernels: Option<KernelFacts>,
     /// When the server last heard from the worker.
     pub seen_at: Time,
 }
@@ -215,8 +218,9 @@ async fn list_workers(State(state): State<AppState>, caller: Caller) -> Result<J
     let lost_before = clock_ms() - lease_ms(&state);
     let word = |row: WorkerRow| {
         let state = WorkerState::of(&row, lost_before);
-        let WorkerRow { id, device, pid, threads, version, child: _, seen_at, created_at: _, lost: _, job } = row;
-        Worker { id, device, pid, state, job_id: job, threads, version, seen_at: Time(seen_at) }
+        let WorkerRow { id, device, pid, threads, version, kernels, child: _, seen_at, created_at: _, lost: _, job } =
+            row;
+        Worker { id, device, pid, state, job_id: job, threads, version, kernels, seen_at: Time(seen_at) }
     };
     let mut data: Vec<Worker> = state.store.worker_list().await?.into_iter().map(word).collect();
     for worker in &mut data {

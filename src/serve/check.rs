@@ -180,7 +180,11 @@ fn check_kernels(config: &ServeConfig) -> Result<String, String> {
     let isa = Isa::choose(config.isa.as_str()).map_err(|error| format!("--isa: {error}"))?;
     let available: Vec<&str> = Isa::available().map(Isa::name).collect();
     let refused = Isa::refused().map_or(String::new(), |why| format!("; no amx: {why}"));
-    Ok(format!("the CPU kernels use {isa}; this machine supports {}{refused}", available.join(", ")))
+    let gain = Isa::bf16_gain().map_or(String::new(), |gain| {
+        let least = Isa::MIN_BF16_GAIN;
+        format!("; avx512_bf16 is {gain:.2} times as fast as avx512 (auto uses it if this is at least {least})")
+    });
+    Ok(format!("the CPU kernels use {isa}; this machine supports {}{gain}{refused}", available.join(", ")))
 }
 
 /// Opens the pool's GPUs, so that their kernels are loaded; lists other GPUs.

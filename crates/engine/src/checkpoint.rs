@@ -66,6 +66,10 @@ pub struct TrainerState {
     pub skipped_in_a_row: u32,
     /// The step after which the last evaluation ran.
     pub evaluated_step: Option<u64>,
+    /// Instruction set of the CPU kernels that computed the run, as in `--isa`; null on other devices, and in
+    /// checkpoints of versions before this field. Another instruction set gives results with other bits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub isa: Option<String>,
     /// Metrics of the last step, without durations.
     pub step_metrics: Metrics,
     /// Metrics of the last evaluation, without durations.
