@@ -78,8 +78,8 @@ fn system<E: std::error::Error + Send + Sync + 'static>(doing: impl Into<String>
 /// Fails when the server cannot start, the API refuses a request, or the job does not succeed.
 pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     let begun = Instant::now();
-    let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for SIGTERM"))?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(system("listen for SIGINT"))?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for the signal SIGTERM"))?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(system("listen for the signal SIGINT"))?;
     let data_dir = match &args.data_dir {
         Some(given) => std::path::absolute(given).map_err(system("read --data-dir"))?,
         None => fresh_data_dir()?,
@@ -126,7 +126,7 @@ async fn demonstrate(
     let model_dir = data_dir.join("tiny");
     bundle::unpack_model(&model_dir).map_err(system(format!("write the bundled model to {}", model_dir.display())))?;
     let secret = Key::generate().map_err(system("generate a secret"))?;
-    let service = ExampleService::start(&secret).await.map_err(system("start the reward service"))?;
+    let service = ExampleService::start(&secret).await.map_err(system("start the demo's reward service"))?;
 
     let model = client.create_model(MODEL, &model_dir.to_string_lossy()).await?;
     let train = client.create_dataset(&DatasetUpload::ndjson(bundle::TRAIN).named("sums")).await?;
@@ -201,5 +201,5 @@ fn fresh_data_dir() -> Result<PathBuf, DemoError> {
     std::fs::create_dir_all(&cache).map_err(system(format!("create {}", cache.display())))?;
     let name = format!("demo-{}-", jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S"));
     let fresh = tempfile::Builder::new().prefix(&name).tempdir_in(&cache);
-    Ok(fresh.map_err(system(format!("create a folder in {}", cache.display())))?.keep())
+    Ok(fresh.map_err(system(format!("create a folder for the demo in {}", cache.display())))?.keep())
 }

@@ -176,7 +176,9 @@ impl Downloads {
         let (parts, outlines, sources) = (self.parts(), self.outline(""), self.sources(""));
         let kept = match self.0.store.hub_models_downloading().await {
             Ok(rows) => rows.into_iter().filter_map(|row| Some(row.hub?.commit)).collect::<Vec<_>>(),
-            Err(error) => return tracing::warn!(error = with_causes(&error), "could not remove old downloads"),
+            Err(error) => {
+                return tracing::warn!(error = with_causes(&error), "could not remove files of old model downloads");
+            }
         };
         let cleaned = tokio::task::spawn_blocking(move || {
             let Some(before) = SystemTime::now().checked_sub(KEEP_PARTS_FOR) else { return Ok(0) };
@@ -185,7 +187,7 @@ impl Downloads {
             clean_parts(&parts, before)
         });
         if let Ok(Err(error)) = cleaned.await {
-            tracing::warn!(%error, "could not remove old downloads");
+            tracing::warn!(%error, "could not remove files of old model downloads");
         }
     }
 
@@ -251,7 +253,10 @@ impl Download {
             Ok(()) => drop(self.downloads.running().remove(&self.id)),
             // The model stays in the state `downloading`: at its next start the server finds all files and completes the
             // download.
-            Err(error) => tracing::error!(error = with_causes(&error), "could not record the end of a download"),
+            Err(error) => tracing::error!(
+                error = with_causes(&error),
+                "could not store the end of a model download in the database"
+            ),
         }
     }
 
@@ -266,7 +271,7 @@ impl Download {
                     tracing::warn!(
                         model = self.id,
                         error = with_causes(&error),
-                        "a download failed temporarily; will retry"
+                        "the download of a model failed temporarily; the server will retry it"
                     );
                     tokio::time::sleep(pause).await;
                     pause = (pause * 2).min(MAX_RETRY_DELAY);
@@ -277,10 +282,10 @@ impl Download {
         let (describe, source) = (self.describe, self.source.clone());
         let described = tokio::task::spawn_blocking(move || describe(&source)).await;
         let (card, sha256) =
-            described.map_err(|error| format!("the downloaded files could not be read: {error}"))??;
+            described.map_err(|error| format!("the downloaded files of the model could not be read: {error}"))??;
         match sha256 == self.sha256 {
             true => Ok(card),
-            false => Err("the downloaded files differ from those that the hub announced".to_owned()),
+            false => Err("the downloaded files of the model differ from those that the hub announced".to_owned()),
         }
     }
 
@@ -309,7 +314,7 @@ impl Download {
                 let progress = json!({"model": self.id, "bytes_done": advance.bytes_done, "bytes_total": self.origin.bytes_total,
                                   "bytes_per_second": advance.bytes_per_second, "eta_s": advance.eta_s});
                 if let Err(error) = self.downloads.0.store.hub_model_progress(&self.id, &progress, clock_ms()).await {
-                    tracing::warn!(error = with_causes(&error), "could not report the progress of a download");
+                    tracing::warn!(error = with_causes(&error), "could not store the progress of a model download");
                 }
             }
         }

@@ -269,7 +269,7 @@ async fn unknown_route(method: Method, uri: Uri) -> Problem {
 async fn wrong_method(method: Method, uri: Uri) -> Problem {
     Problem::new(
         Code::MethodNotAllowed,
-        format!("{} does not answer {method}; see the 'allow' header", shortened(uri.path())),
+        format!("the path {} does not accept the method {method}; see the 'allow' header", shortened(uri.path())),
     )
 }
 
@@ -278,8 +278,8 @@ fn panicked(payload: Box<dyn Any + Send + 'static>) -> Response {
         .downcast_ref::<String>()
         .map(String::as_str)
         .or_else(|| payload.downcast_ref::<&str>().copied())
-        .unwrap_or("a panic without a message");
-    Problem::internal(format!("panic in a handler: {text}")).into_response()
+        .unwrap_or("the panic has no message");
+    Problem::internal(format!("the handler of a request panicked: {text}")).into_response()
 }
 
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -340,7 +340,8 @@ fn reserve_for_workers(request: &Request) -> Result<(), Problem> {
     let asks_for_stream = events::wants_stream(request.headers());
     connection.admit(asks_for_stream).map_err(|_| {
         let code = if asks_for_stream { Code::TooManyRequests } else { Code::Overloaded };
-        Problem::new(code, "all connections that are not reserved for workers are busy; try again").retry_after(5)
+        Problem::new(code, "all of the server's connections that are not reserved for workers are busy; try again")
+            .retry_after(5)
     })
 }
 
@@ -363,7 +364,7 @@ fn into_problem(response: Response) -> Response {
     }
     let detail = match status {
         StatusCode::UNSUPPORTED_MEDIA_TYPE => {
-            "send the body plain or with 'content-encoding: gzip', in a content type this route reads"
+            "send the request's body uncompressed or with 'content-encoding: gzip', in a content type that this route accepts"
         }
         _ => Code::of_status(status).title(),
     };

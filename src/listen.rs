@@ -77,7 +77,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
                 Ok(accepted) => accepted,
                 Err(error) => {
                     // Accepting usually fails for lack of file descriptors, so a connection is closed to free one.
-                    tracing::warn!(%error, "a connection could not be accepted");
+                    tracing::warn!(%error, "the server could not accept a connection");
                     registry.make_room();
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     continue;
@@ -85,7 +85,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
             },
         };
         let Some(place) = registry.admit() else {
-            tracing::debug!(%peer, "too many busy connections: closing a new one");
+            tracing::debug!(%peer, "too many connections are busy: the server closes a new one");
             continue;
         };
         tune(&stream);
@@ -109,9 +109,9 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
             tokio::select! {
                 biased;
                 ended = connection => if let Err(error) = ended {
-                    tracing::debug!(%peer, error, "a connection ended with an error");
+                    tracing::debug!(%peer, error, "a client's connection ended with an error");
                 },
-                () = activity.idle(limits.0, limits.1) => tracing::debug!(%peer, "an idle connection is closed"),
+                () = activity.idle(limits.0, limits.1) => tracing::debug!(%peer, "the server closes an idle connection"),
             }
         });
     }
@@ -121,7 +121,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
         registry.cut_idle();
         tokio::select! {
             () = &mut drained => {}
-            () = stop.cut.cancelled() => tracing::info!("aborting connections that are still busy"),
+            () = stop.cut.cancelled() => tracing::info!("the server stops and aborts connections that are still busy"),
         }
     }
     connections.shutdown().await;
@@ -156,7 +156,10 @@ fn most_connections(asked: u32) -> usize {
     }
     let fits = files.map_or(u64::from(asked), |files| files.saturating_sub(OTHER_FILES).max(16));
     if fits < u64::from(asked) {
-        tracing::info!(connections = fits, "the limit of open files (ulimit -n) bounds the connections");
+        tracing::info!(
+            connections = fits,
+            "the limit of open files (ulimit -n) allows fewer connections than --max-connections"
+        );
     }
     usize::try_from(fits.min(u64::from(asked))).unwrap_or(usize::MAX)
 }

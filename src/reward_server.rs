@@ -97,21 +97,21 @@ pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> 
     };
     let scorer = tokio::task::spawn_blocking(move || Scorer::load(&options))
         .await
-        .map_err(|error| RewardServerError::Setting(format!("the model cannot be loaded: {error}")))?
+        .map_err(|error| RewardServerError::Setting(format!("the reward model cannot be loaded: {error}")))?
         .map_err(|error| RewardServerError::Setting(with_causes(&error)))?;
     let system = |doing: &str| {
         let doing = doing.to_owned();
         move |source| RewardServerError::System { doing, source }
     };
     let listener = tokio::net::TcpListener::bind(&listen).await.map_err(system(&format!("listen on {listen}")))?;
-    let address = listener.local_addr().map_err(system("read the address"))?;
+    let address = listener.local_addr().map_err(system("read the address that the reward server listens on"))?;
     if key.is_none() && !address.ip().is_loopback() {
-        tracing::warn!("without --secret every client that reaches {address} may use the model");
+        tracing::warn!("without --secret every client that reaches {address} may use the reward model");
     }
     let card = scorer.card();
     tracing::info!(model_type = card.model_type, label = scorer.label(), max_tokens = card.max_tokens, "loaded");
     println!("listening on http://{address}");
-    let mut signals = Signals::new().map_err(system("listen for signals"))?;
+    let mut signals = Signals::new().map_err(system("listen for the signals SIGTERM and SIGINT"))?;
     let edge = Edge::new(address.ip(), sockets.allowed_hosts.clone(), key);
     let stop = Stop { begin: CancellationToken::new(), cut: CancellationToken::new() };
     let (begin, cut) = (stop.begin.clone(), stop.cut.clone());
@@ -127,7 +127,7 @@ pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> 
         }
     };
     if let Err(error) = drained {
-        tracing::error!(%error, "the listener ended with an error");
+        tracing::error!(%error, "the reward server's listener ended with an error");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -210,7 +210,7 @@ async fn try_score(serving: Serving, request: Request) -> Result<Value, Refusal>
     let Serving { scorer, edge, turn, parsing, places } = serving;
     let headers = request.headers().clone();
     edge.check_head(&headers, now_s())?;
-    let full = || edge::busy(format!("{MAX_WAITING} requests wait for the model; try again later"));
+    let full = || edge::busy(format!("{MAX_WAITING} requests already wait for the reward model; try again later"));
     if places.available_permits() == 0 && !edge::is_small(&headers) {
         return Err(full());
     }
@@ -242,14 +242,18 @@ async fn try_score(serving: Serving, request: Request) -> Result<Value, Refusal>
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Refusal> + Send + 'static) -> Result<T, Refusal> {
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
         tracing::error!(%error, "scoring panicked");
-        Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", "scoring failed; see the server's log"))
+        Err(Refusal::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "internal",
+            "the reward model could not score the samples; see the server's log",
+        ))
     })
 }
 
 /// Parses a request body; None = the request is a ping.
 fn read(body: &[u8]) -> Result<Option<Asked>, Refusal> {
     let body: Value = serde_json::from_slice(body).map_err(|error| {
-        Refusal::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not JSON: {error}"))
+        Refusal::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the request's body is not JSON: {error}"))
     })?;
     answer::read(&body, MAX_BATCH_SAMPLES)
 }

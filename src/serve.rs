@@ -173,7 +173,7 @@ impl Running {
             }
         };
         if let Err(error) = ended {
-            tracing::error!(%error, "the listener ended with an error");
+            tracing::error!(%error, "the server's listener ended with an error");
         }
         store.close().await;
     }
@@ -185,8 +185,8 @@ impl Running {
 /// Fails when the server cannot start.
 pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
     let system = |doing| move |source| ServeError::System { doing, source };
-    let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for SIGTERM"))?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(system("listen for SIGINT"))?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for the signal SIGTERM"))?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(system("listen for the signal SIGINT"))?;
     let running = start(config).await?;
     announce(running.addr()).map_err(system("write to standard output"))?;
     tokio::select! {
@@ -218,7 +218,7 @@ fn without_gpus(config: &mut ServeConfig) -> Option<String> {
         return None;
     }
     let (listed, why) = match gpu::list() {
-        Ok(gpus) => (gpus.len(), format!("{found} were detected, but the driver lists {}", gpus.len())),
+        Ok(gpus) => (gpus.len(), format!("{found} GPUs were detected, but the driver lists {}", gpus.len())),
         Err(why) => (0, why),
     };
     config.keep_found(listed);
@@ -276,7 +276,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let stop_children = CancellationToken::new();
     state.generations = Some(Generations::new(&children, stop_children.clone()));
     if let Err(problem) = http::models::hub::resume(&state).await {
-        tracing::warn!(?problem, "unfinished downloads could not be resumed");
+        tracing::warn!(?problem, "unfinished downloads of models could not be resumed");
     }
     let tasks = start_tasks(&state, &children, &stop_children);
     let downloads = state.downloads.clone();
@@ -350,7 +350,7 @@ async fn run_lease_timer(store: Store, files: DataDir, downloads: Downloads, lea
             let kept = kept.and(store.workers_prune(now - WORKER_SILENCE_MS).await);
             let kept = kept.and(store.callbacks_prune(now).await);
             if let Err(error) = kept {
-                tracing::error!(error = with_causes(&error), "could not remove outdated rows");
+                tracing::error!(error = with_causes(&error), "could not remove outdated rows of the database");
             }
             downloads.clean().await;
             remove_expired(&store, &files, now).await;
@@ -387,8 +387,10 @@ fn lease_ms(config: &ServeConfig) -> i64 {
 fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Result<Children, ServeError> {
     let program = match &config.worker_program {
         Some(program) => program.clone(),
-        None => std::env::current_exe()
-            .map_err(|source| ServeError::System { doing: "find the rlood binary to start workers from", source })?,
+        None => std::env::current_exe().map_err(|source| ServeError::System {
+            doing: "find the rlood executable that workers are started from",
+            source,
+        })?,
     };
     Ok(Children {
         program,
@@ -424,7 +426,9 @@ async fn requeue_jobs_of_exited_workers(store: Store, mut worker_exits: mpsc::Un
             Ok(Some(job)) => tracing::warn!(%job, %worker, "the worker ended unexpectedly; its job is queued again"),
             Ok(None) => {}
             // Only logged, because the worker's lease expires soon and then its job is queued again too.
-            Err(error) => tracing::error!(%worker, error = with_causes(&error), "could not record the end of a worker"),
+            Err(error) => {
+                tracing::error!(%worker, error = with_causes(&error), "could not store the end of a worker process in the database")
+            }
         }
     }
 }

@@ -100,7 +100,7 @@ impl Supervisor {
     pub async fn stop(mut self, limit: Duration) {
         self.stop.cancel();
         if tokio::time::timeout(limit, async { while self.tasks.join_next().await.is_some() {} }).await.is_err() {
-            tracing::warn!("some workers did not stop within {} s; killing them", limit.as_secs());
+            tracing::warn!("some workers did not stop within {} s; the server kills them", limit.as_secs());
             // Dropping the tasks drops the process handles, which kills the worker processes that still run.
             self.tasks.shutdown().await;
         }
@@ -122,12 +122,15 @@ async fn keep_alive(
         let status = match spawn(&children, slot, device, worker) {
             Ok(child) => {
                 let Some(status) = attend(child, &tail, &stop).await else { return };
-                status.map_or_else(|error| format!("could not be waited for: {error}"), |status| status.to_string())
+                status.map_or_else(
+                    |error| format!("the server could not wait for the worker process to end: {error}"),
+                    |status| status.to_string(),
+                )
             }
-            Err(error) => format!("could not be started: {error}"),
+            Err(error) => format!("the worker process could not be started: {error}"),
         };
         let tail = tail.text();
-        tracing::error!(%worker, %device, status, "a worker ended unexpectedly; restarting it");
+        tracing::error!(%worker, %device, status, "a worker process ended unexpectedly; the server restarts it");
         // Sending fails only during shutdown, when the receiver is dropped.
         let _ = lost.send(Lost { worker, device, status, tail });
         if born.elapsed() >= STABLE {
@@ -183,7 +186,7 @@ async fn attend(mut child: Child, tail: &Tail, stop: &CancellationToken) -> Opti
             terminate(&child);
             // This wait has no time limit, because the caller has one.
             if let Err(error) = child.wait().await {
-                tracing::warn!(%error, "a worker could not be waited for");
+                tracing::warn!(%error, "the server could not wait for a worker process to end");
             }
             None
         }
@@ -202,7 +205,7 @@ fn terminate(child: &Child) {
     // The process has not been waited for yet, so its id cannot belong to another process.
     let pid = child.id().and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
     if let Some(Err(error)) = pid.map(|pid| kill_process(pid, Signal::TERM)) {
-        tracing::warn!(%error, "could not send SIGTERM to a worker");
+        tracing::warn!(%error, "could not send the signal SIGTERM to a worker process");
     }
 }
 

@@ -33,7 +33,7 @@ const MAX_RETRY_AFTER_MS: i64 = 24 * 60 * 60 * 1000;
 
 /// The HTTP client could not be created.
 #[derive(Debug, thiserror::Error)]
-#[error("the HTTP client could not be created")]
+#[error("the HTTP client for webhook messages could not be created")]
 pub struct WebhookSenderError(#[source] reqwest::Error);
 
 /// An HTTP client that reaches only the addresses that its policy allows.
@@ -89,7 +89,7 @@ impl WebhookSender {
     pub async fn run(self) {
         loop {
             if let Err(error) = self.send_due(clock_ms()).await {
-                tracing::error!(error = with_causes(&error), "the outbox cannot be read");
+                tracing::error!(error = with_causes(&error), "the queued webhook messages cannot be read");
             }
             tokio::select! {
                 () = self.free.notified() => {}
@@ -111,7 +111,7 @@ impl WebhookSender {
             tokio::spawn(async move {
                 let id = hook.id;
                 if let Err(error) = sender.deliver(&hook, &message).await {
-                    tracing::error!(webhook = %id, error = with_causes(&error), "could not record a delivery attempt");
+                    tracing::error!(webhook = %id, error = with_causes(&error), "could not store the attempt to deliver a webhook message");
                     // Pauses this webhook: otherwise the message would be sent again immediately, because its attempt was not
                     // recorded.
                     tokio::time::sleep(TIMEOUT).await;
@@ -157,7 +157,7 @@ impl WebhookSender {
 impl Outgoing {
     async fn post(&self, hook: &WebhookRow, message: &DeliveryRow, now: i64) -> Result<Answered, String> {
         let url = self.policy.check_url(&hook.url).map_err(|error| error.to_string())?;
-        let body = body_of(message).map_err(|_| "the message could not be serialized".to_owned())?;
+        let body = body_of(message).map_err(|_| "the webhook message could not be written as JSON".to_owned())?;
         let seconds = now.div_euclid(1000).unsigned_abs();
         let keys = keys(hook, now)?;
         let mut headers = HeaderMap::new();
@@ -181,7 +181,7 @@ struct Answered {
 fn keys(hook: &WebhookRow, now: i64) -> Result<Vec<Key>, String> {
     let old = hook.old_secrets.iter().filter(|(_, until)| now < *until).map(|(secret, _)| secret);
     let keys: Result<Vec<Key>, _> = std::iter::once(&hook.secret).chain(old).map(|secret| Key::parse(secret)).collect();
-    keys.map_err(|_| "the stored secret cannot be read".to_owned())
+    keys.map_err(|_| "the stored secret of the webhook cannot be read".to_owned())
 }
 
 /// Serializes a message. The bytes are the same for every delivery attempt.
@@ -213,7 +213,9 @@ fn body_of(message: &DeliveryRow) -> serde_json::Result<Vec<u8>> {
 fn describe_without_url(error: SendError) -> String {
     match error {
         SendError::Refused(why) => why,
-        SendError::Failed { is_timeout: true, .. } => format!("no answer within {} s", TIMEOUT.as_secs()),
+        SendError::Failed { is_timeout: true, .. } => {
+            format!("the webhook's endpoint sent no answer within {} s", TIMEOUT.as_secs())
+        }
         SendError::Failed { is_connect, cause, .. } => {
             let kind = if is_connect { "no connection" } else { "no answer" };
             cause.map_or(kind.to_owned(), |cause| format!("{kind}: {cause}"))

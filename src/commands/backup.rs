@@ -59,16 +59,16 @@ pub enum BackupError {
     #[error("the target {} is not a directory: use a new or empty directory", .0.display())]
     NotADirectory(PathBuf),
     /// The restore target is inside the backup.
-    #[error("{} is inside the backup: use a directory outside it", .0.display())]
+    #[error("the target {} is inside the backup: use a directory outside it", .0.display())]
     Inside(PathBuf),
     /// The backup target is inside the data directory.
-    #[error("{} is inside the data directory, and would be lost together with it: use a directory outside it", .0.display())]
+    #[error("the target {} is inside the data directory, and would be lost together with it: use a directory outside it", .0.display())]
     InsideData(PathBuf),
     /// A server is running on the restore target.
     #[error("a server is running on {}: stop it, or restore to another --data-dir", .0.display())]
     Live(PathBuf),
     /// The data directory contains no database.
-    #[error("{} contains no rlood database: use the server's --data-dir", .0.display())]
+    #[error("the directory {} contains no rlood database: use the server's --data-dir", .0.display())]
     NoDatabase(PathBuf),
     /// The manifest of the backup is invalid.
     #[error("{}: {what}", .path.display())]
@@ -341,7 +341,7 @@ fn copy_file(
     let copied = Entry { size_bytes, sha256: sha256.to_string() };
     if wanted.is_some_and(|wanted| *wanted != copied) {
         remove(&target)?;
-        return Ok(Err("the file differs from the hash in the database".to_owned()));
+        return Ok(Err("the file's hash differs from the one in the database".to_owned()));
     }
     entries.insert(name, copied);
     Ok(Ok(()))

@@ -57,10 +57,10 @@ pub enum BenchError {
     #[error("the model cannot be used")]
     Model(#[from] ModelCardError),
     /// The engine returned an error.
-    #[error("the engine failed")]
+    #[error("the training engine failed")]
     Engine(#[from] EngineError),
     /// The job that the flags describe is invalid.
-    #[error("the job cannot run: {0}")]
+    #[error("the job of the benchmark cannot run: {0}")]
     Job(String),
     /// An operation on files or processes failed.
     #[error("cannot {doing}")]
@@ -72,7 +72,7 @@ pub enum BenchError {
         source: std::io::Error,
     },
     /// The process that measures one part reported no valid figures.
-    #[error("the part {part} failed: {detail}")]
+    #[error("the part '{part}' of the benchmark failed: {detail}")]
     Part {
         /// Name of the part of the benchmark.
         part: &'static str,
@@ -94,7 +94,7 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     if args.child {
         return measure_part(args);
     }
-    let temporary = tempfile::tempdir().map_err(io("create a temporary directory"))?;
+    let temporary = tempfile::tempdir().map_err(io("create a temporary directory for the benchmark"))?;
     let model_dir = match (&args.model, &args.save_model) {
         (Some(given), _) => given.clone(),
         (None, Some(kept)) => make_model(args, kept)?,
@@ -167,9 +167,10 @@ fn measure<T: DeserializeOwned>(
 ) -> Result<(), BenchError> {
     let failed = |detail: String| BenchError::Part { part: part.as_str(), detail };
     let mut command = command_of(args, part, model_dir)?;
-    let mut child = command.stdout(Stdio::piped()).spawn().map_err(io("start a measuring process"))?;
+    let mut child =
+        command.stdout(Stdio::piped()).spawn().map_err(io("start a process that measures a part of the benchmark"))?;
     // Why the last line of the measuring process is not valid JSON; before the first line, that the process printed nothing.
-    let mut unreadable = Some("the process printed nothing".to_owned());
+    let mut unreadable = Some("the measuring process printed nothing".to_owned());
     for line in child.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines()) {
         let line = line.map_err(io("read the output of a measuring process"))?;
         unreadable = match serde_json::from_str(&line) {
@@ -249,9 +250,10 @@ fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
     }
     let setting = Setting::of(args)?;
     match part {
-        BenchPart::Limits | BenchPart::Kernels if args.device != Device::Cpu => {
-            Err(BenchError::Job(format!("the part `kernels` measures only the CPU's kernels, not {}", args.device)))
-        }
+        BenchPart::Limits | BenchPart::Kernels if args.device != Device::Cpu => Err(BenchError::Job(format!(
+            "the benchmark's part `kernels` measures only the CPU's kernels, not {}",
+            args.device
+        ))),
         BenchPart::Limits | BenchPart::Kernels => json(&kernels::measure(&setting)?),
         BenchPart::Decode => json(&decode::measure(&setting)?),
         BenchPart::Busy => json(&decode::beside_a_busy_process(&setting)?),

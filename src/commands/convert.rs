@@ -18,7 +18,7 @@ use crate::spec::{JobSpec, check_metrics};
 #[derive(Debug, thiserror::Error)]
 pub enum ConvertError {
     /// The file cannot be read.
-    #[error("could not read {}", .path.display())]
+    #[error("could not read the file {}", .path.display())]
     Read {
         /// Path of the file.
         path: PathBuf,
@@ -27,7 +27,7 @@ pub enum ConvertError {
         source: std::io::Error,
     },
     /// The file is not valid YAML, JSON or TOML.
-    #[error("could not parse {}", .path.display())]
+    #[error("could not parse the file {}", .path.display())]
     Parse {
         /// Path of the file.
         path: PathBuf,
@@ -36,7 +36,7 @@ pub enum ConvertError {
         source: FormatError,
     },
     /// The job cannot be represented in the requested format.
-    #[error("could not print the job")]
+    #[error("could not write the job in the requested format")]
     Print(#[source] FormatError),
     /// Standard output is closed.
     #[error("could not write to standard output")]
@@ -123,7 +123,7 @@ fn read(path: &Path) -> Result<Value, ConvertError> {
         let mut text = String::new();
         let mut input = std::io::stdin();
         if input.is_terminal() {
-            eprintln!("reading standard input");
+            eprintln!("reading the job from standard input");
         }
         input.read_to_string(&mut text).map_err(unreadable)?;
         text

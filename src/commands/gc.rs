@@ -26,10 +26,10 @@ pub enum GcError {
     #[error(transparent)]
     Storage(#[from] StorageError),
     /// The data directory does not exist or contains no database.
-    #[error("{} contains no rlood database: use the server's --data-dir, or --cache-only on a machine that has only workers", .0.display())]
+    #[error("the directory {} contains no rlood database: use the server's --data-dir, or --cache-only on a machine that has only workers", .0.display())]
     NoDatabase(PathBuf),
     /// The workers' cache cannot be used.
-    #[error("the workers' cache {} cannot be used", .dir.display())]
+    #[error("the workers' cache of models in {} cannot be used", .dir.display())]
     Cache {
         /// Path of the cache.
         dir: PathBuf,
@@ -138,14 +138,14 @@ fn clean_cache(dir: &Path, retain: Duration, is_dry: bool, sums: &mut Sums) -> s
         let name = if entry.name.is_empty() { &entry.key } else { &entry.name };
         let print = |verb, reason| print_line(verb, CACHE, entry.size_bytes, name, reason);
         if entry.in_use {
-            print("pinned", "a worker uses or downloads it");
+            print("pinned", "a worker uses or downloads this model");
         } else if before.is_some_and(|before| entry.used_at < before) {
             if is_dry {
-                print("remove", "no worker has used it for longer than --retain-cache");
+                print("remove", "no worker has used this model for longer than --retain-cache");
             } else if cache.remove(&entry.key)? {
-                print("removed", "no worker has used it for longer than --retain-cache");
+                print("removed", "no worker has used this model for longer than --retain-cache");
             } else {
-                print("now in use", "a worker uses or downloads it");
+                print("now in use", "a worker uses or downloads this model");
                 continue;
             }
             sums.add(CACHE.to_owned(), entry.size_bytes);

@@ -25,7 +25,7 @@ pub enum KeysError {
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The data directory contains no keys to list or revoke.
-    #[error("{} contains no rlood database: use the server's --data-dir", .0.display())]
+    #[error("the directory {} contains no rlood database: use the server's --data-dir", .0.display())]
     NoDatabase(PathBuf),
     /// A name or an owner is invalid.
     #[error("--{0} must have 1 to 100 characters, none of them a control character")]

@@ -128,7 +128,7 @@ impl Check {
     /// Runs all checks of a reward service in order. The later ones are skipped if the service does not answer at all.
     async fn all(mut self) -> Report {
         if self.wire.key.is_none() {
-            let detail = "no secret was given: requests are unsigned, and signatures are not checked";
+            let detail = "no --secret was given: the requests are unsigned, so this check cannot tell whether the service verifies signatures";
             self.find("secret", Outcome::Skipped, detail, "give --secret whsec_… (the same as in the job's reward)");
         }
         if self.ping().await {
@@ -213,17 +213,17 @@ fn read(got: &Got, id: &str, samples: &[RewardSample]) -> Result<Answer, String>
             answer::read(&got.body, id, &ids)
         }
         202 => {
-            Err("the service answered 202 (results follow later), but this request offers only \"sync\" in reply.modes"
+            Err("the reward service answered 202 (results follow later), but this request offers only \"sync\" in reply.modes"
                 .to_owned())
         }
-        status @ 200..=299 => Err(format!("the service answered {status}, which carries no rewards")),
+        status @ 200..=299 => Err(format!("the reward service answered with status {status}, which carries no rewards")),
         status @ 300..=399 => {
             let to = got.location.as_deref().map(|to| format!(" to {to}")).unwrap_or_default();
-            Err(format!("the service redirects ({status}){to}; redirects are never followed"))
+            Err(format!("the reward service redirects ({status}){to}; redirects are never followed"))
         }
-        status @ (401 | 403) => Err(format!("the service refuses the credentials ({status}){excerpt}")),
-        413 => Err("the service answered 413 (too large)".to_owned()),
-        status => Err(format!("the service answered {status}{excerpt}")),
+        status @ (401 | 403) => Err(format!("the reward service refuses the credentials ({status}){excerpt}")),
+        413 => Err("the reward service answered 413 (the request is too large)".to_owned()),
+        status => Err(format!("the reward service answered with status {status}{excerpt}")),
     }
 }
 

@@ -34,7 +34,7 @@ pub enum ServeError {
         source: std::io::Error,
     },
     /// The Python process that serves the functions exited by itself.
-    #[error("the process that serves the functions ended ({0}); see above")]
+    #[error("the Python process that serves the reward functions ended ({0}); see its output above")]
     Ended(ExitStatus),
 }
 
@@ -73,8 +73,8 @@ pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
     };
     let is_signed = !settings.secrets.is_empty();
     let mut signals = (
-        signal(SignalKind::terminate()).map_err(system("listen for signals"))?,
-        signal(SignalKind::interrupt()).map_err(system("listen for signals"))?,
+        signal(SignalKind::terminate()).map_err(system("listen for the signals SIGTERM and SIGINT"))?,
+        signal(SignalKind::interrupt()).map_err(system("listen for the signals SIGTERM and SIGINT"))?,
     );
     let listener = TcpListener::bind(&args.listen).map_err(system(&format!("listen on {}", args.listen)))?;
     let starting = tokio::task::spawn_blocking(move || PythonServer::start(&listener, &settings));
@@ -85,7 +85,7 @@ pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
     };
     let mut server = started?;
     if !is_signed && !server.address.ip().is_loopback() {
-        tracing::warn!("without --secret every client that reaches {} may call these functions", server.address);
+        tracing::warn!("without --secret every client that reaches {} may call these reward functions", server.address);
     }
     println!("listening on http://{}", server.address);
     println!("{}", stanza(&server, is_signed));
@@ -121,7 +121,7 @@ fn stanza(server: &PythonServer, is_signed: bool) -> String {
         let url = format!("http://{host}:{}/{name}", server.address.port());
         let mut reward = json!({"type": "webhook", "name": name, "url": url, "completion_ids": true});
         if is_signed {
-            reward["secret"] = json!("whsec_… (the one of this server)");
+            reward["secret"] = json!("whsec_… (the secret of this server)");
         }
         format!("  {reward}")
     };

@@ -65,6 +65,9 @@ pub enum Isa {
     Avx2,
     /// 512-bit vectors of AVX-512.
     Avx512,
+    /// 512-bit vectors with the bf16 instructions of AVX-512 (AVX512-BF16).
+    #[value(name = "avx512_bf16")]
+    Avx512Bf16,
     /// Tile products of bf16 matrices (AMX).
     Amx,
 }
@@ -77,6 +80,7 @@ impl Isa {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Avx512Bf16 => "avx512_bf16",
             Isa::Amx => "amx",
         }
     }

@@ -161,7 +161,7 @@ fn origin(word: String) -> Result<String, ConfigError> {
 fn proxy(word: &String) -> Result<Net, ConfigError> {
     Net::parse(word).ok_or_else(|| {
         ConfigError::new(format!(
-            "--trusted-proxies: '{word}' is neither an address nor a block of addresses (10.0.0.0/8)"
+            "--trusted-proxies: '{word}' is neither an IP address nor a block of addresses such as 10.0.0.0/8"
         ))
     })
 }

@@ -48,7 +48,7 @@ impl PythonRewardsArgs {
         let names = self.python_rewards_keys.iter().flatten().map(|name| name.trim().to_owned());
         let keys: Vec<String> = names.filter(|name| !name.is_empty()).collect();
         if folders.is_empty() && !keys.is_empty() {
-            let detail = "--python-rewards-keys is set without a folder: add --python-rewards DIR";
+            let detail = "--python-rewards-keys is set without a folder of reward functions: add --python-rewards DIR";
             return Err(ConfigError::new(detail));
         }
         Ok(PythonRewards { folders, keys })

@@ -59,7 +59,7 @@ pub struct ServeArgs {
     #[arg(long, env = "RLOOD_MODEL_ROOT", value_delimiter = ',', value_name = "DIR,…")]
     pub model_root: Option<Vec<PathBuf>>,
 
-    /// Instruction set of the CPU kernels: auto (the best one that the machine supports), portable, avx2, avx512 or amx.
+    /// Instruction set of the CPU kernels: auto (the fastest one that the machine supports), portable, avx2, avx512, avx512_bf16 or amx.
     #[arg(long, env = "RLOOD_ISA", default_value = "auto", value_enum)]
     pub isa: Isa,
 
@@ -370,12 +370,15 @@ fn parse_storage_limits(given: &[String]) -> Result<StorageLimits, ConfigError> 
     let mut limits = StorageLimits::new();
     for entry in given.iter().map(|entry| entry.trim()).filter(|entry| !entry.is_empty()) {
         let bad = |why: String| ConfigError::new(format!("--storage-limit '{entry}': {why}"));
-        let (kind, size) =
-            entry.split_once('=').ok_or_else(|| bad("write KIND=SIZE, for example checkpoints=200GB".to_owned()))?;
+        let (kind, size) = entry
+            .split_once('=')
+            .ok_or_else(|| bad("write a storage limit as KIND=SIZE, for example checkpoints=200GB".to_owned()))?;
         let kind: StorageKind = kind.trim().parse().map_err(|why: NoLimit| bad(why.to_string()))?;
         let bytes = parse_size_of(&format!("--storage-limit {kind}:"), size)?;
         if let Some(twice) = bytes.and_then(|bytes| limits.insert(kind, bytes)) {
-            return Err(bad(format!("{kind} already has a limit of {twice} bytes: name each kind once")));
+            return Err(bad(format!(
+                "the storage kind '{kind}' already has a limit of {twice} bytes: name each kind once"
+            )));
         }
     }
     Ok(limits)
@@ -386,16 +389,15 @@ fn parse_pace(factor: f64) -> Result<f64, ConfigError> {
     if factor > 0.0 && factor <= 1.0 {
         return Ok(factor);
     }
-    Err(ConfigError::new(format!("--reward-pace {factor}: must be above 0 and at most 1")))
+    Err(ConfigError::new(format!("--reward-pace {factor}: the factor must be above 0 and at most 1")))
 }
 
 /// Returns 256 random bits in hexadecimal.
 pub(crate) fn random_token() -> Result<String, ConfigError> {
     let mut bytes = [0_u8; 32];
-    rustls::crypto::ring::default_provider()
-        .secure_random
-        .fill(&mut bytes)
-        .map_err(|_| ConfigError::new("the system provided no random bytes for a token; set RLOOD_WORKER_TOKEN"))?;
+    rustls::crypto::ring::default_provider().secure_random.fill(&mut bytes).map_err(|_| {
+        ConfigError::new("the operating system provided no random bytes for the worker token; set RLOOD_WORKER_TOKEN")
+    })?;
     Ok(hex::encode(bytes))
 }
 
@@ -419,7 +421,7 @@ fn checked_secret(given: Option<&str>, name: &str) -> Result<Option<String>, Con
 /// # Errors
 /// Fails when `--listen` is not an address, or is not a loopback address and there is no API key.
 pub fn resolve_listen(listen: &str, has_key: bool) -> Result<SocketAddr, ConfigError> {
-    let advice = "use the form HOST:PORT, such as 127.0.0.1:8080";
+    let advice = "write the address as HOST:PORT, such as 127.0.0.1:8080";
     let addresses: Vec<SocketAddr> = listen
         .to_socket_addrs()
         .map_err(|error| ConfigError::new(format!("--listen '{listen}' is not an address ({error}): {advice}")))?

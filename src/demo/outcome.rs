@@ -50,8 +50,9 @@ impl Outcome {
         let rows = client.get_metrics(job, &MetricsQuery::default()).collect().await?;
         let value = |step: u64, key: &str| rows.iter().find(|row| row.step == step)?.get(key);
         let accuracy = |step: u64| {
-            value(step, ACCURACY)
-                .ok_or_else(|| DemoError::Job(format!("/jobs/{job}/metrics has no {ACCURACY} at step {step}")))
+            value(step, ACCURACY).ok_or_else(|| {
+                DemoError::Job(format!("the response of /jobs/{job}/metrics has no {ACCURACY} at step {step}"))
+            })
         };
         let keys =
             ["reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "grad_norm", "completions/mean_length"];
@@ -71,7 +72,7 @@ impl Outcome {
         let archive = data_dir.join("adapter.tar");
         client.download_adapter(job, None, &archive).await?;
         let unpacked = std::fs::File::open(&archive).and_then(|tar| tar::Archive::new(tar).unpack(&adapter_dir));
-        unpacked.map_err(system(format!("unpack the adapter into {}", adapter_dir.display())))?;
+        unpacked.map_err(system(format!("unpack the trained adapter into {}", adapter_dir.display())))?;
         std::fs::remove_file(&archive).map_err(system(format!("remove {}", archive.display())))?;
         let weights = adapter_dir.join(WEIGHTS);
         let (_, adapter_sha256) = files::hash_file(&weights).map_err(system(format!("read {}", weights.display())))?;
@@ -147,5 +148,5 @@ async fn answer(client: &Client, job: JobId, step: u64, row: usize, question: &s
             return Ok(sample.completion);
         }
     }
-    Err(DemoError::Job(format!("/jobs/{job}/samples has no completion for {prompt_id} at step {step}")))
+    Err(DemoError::Job(format!("the response of /jobs/{job}/samples has no completion for {prompt_id} at step {step}")))
 }

@@ -141,7 +141,7 @@ struct Sent {
 /// Uploading the same files again returns the existing adapter (200).
 #[utoipa::path(
     post, path = "/adapters", tag = "Adapters",
-    params(NameQuery, ("Idempotency-Key" = Option<String>, Header, description = "The same key and files give the same answer for 24 hours")),
+    params(NameQuery, ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and files gets the same answer for 24 hours")),
     request_body(
         description = "The adapter",
         content(

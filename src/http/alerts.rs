@@ -85,7 +85,7 @@ struct AlertQuery {
 #[utoipa::path(get, path = "/jobs/{id}/alerts", tag = "Jobs",
     params(("id" = JobId, Path, description = "The job"), AlertQuery),
     responses((status = 200, description = "All alerts of the job", body = List<AlertView>),
-        (status = 404, description = "No such job", body = ProblemBody)))]
+        (status = 404, description = "There is no such job", body = ProblemBody)))]
 async fn list_alerts(
     State(state): State<AppState>,
     Path(id): Path<JobId>,

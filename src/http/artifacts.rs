@@ -102,7 +102,7 @@ async fn get_checkpoint(
 
 /// Pin a checkpoint: it is kept when older checkpoints are deleted, regardless of `keep_last` and `keep_best`. Idempotent.
 #[utoipa::path(post, path = "/checkpoints/{id}/pin", tag = "Artifacts",
-    params(("id" = CheckpointId, Path, description = "The checkpoint"), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
+    params(("id" = CheckpointId, Path, description = "The checkpoint"), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key gets the same answer for 24 hours")),
     responses((status = 200, description = "The checkpoint", body = Checkpoint)))]
 async fn pin_checkpoint(
     State(state): State<AppState>,
@@ -135,20 +135,20 @@ async fn unpin_checkpoint(
 #[utoipa::path(method(get, head), path = "/checkpoints/{id}/files/{name}", tag = "Artifacts",
     params(
         ("id" = CheckpointId, Path, description = "The checkpoint"),
-        ("name" = String, Path, description = "The file, as the checkpoint lists it"),
+        ("name" = String, Path, description = "The name of the file, as the checkpoint lists it"),
         RangeHeaders,
     ),
     responses(
-        (status = 200, description = "The file; a name that ends with .json is sent as JSON",
+        (status = 200, description = "The bytes of the file; a file whose name ends with .json is sent as JSON",
             content((Vec<u8> = "application/octet-stream"), (serde_json::Value = "application/json")), headers(
-            ("ETag" = String, description = "The file's SHA-256, quoted"),
+            ("ETag" = String, description = "The SHA-256 of the file, in quotes"),
             ("Accept-Ranges" = String, description = "bytes"),
-            ("Repr-Digest" = String, description = "Digest of the whole file (RFC 9530)"),
+            ("Repr-Digest" = String, description = "The digest of the whole file (RFC 9530)"),
         )),
-        (status = 206, description = "The requested range",
+        (status = 206, description = "The requested range of bytes",
             content((Vec<u8> = "application/octet-stream"), (Vec<u8> = "application/json"))),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range is outside the file", body = ProblemBody),
+        (status = 416, description = "The requested range is outside the file", body = ProblemBody),
     ))]
 async fn get_file(
     State(state): State<AppState>,
@@ -165,13 +165,13 @@ async fn get_file(
     params(("id" = CheckpointId, Path, description = "The checkpoint"), RangeHeaders),
     responses(
         (status = 200, description = "The manifest", body = serde_json::Value, headers(
-            ("ETag" = String, description = "The file's SHA-256, quoted"),
+            ("ETag" = String, description = "The SHA-256 of the file, in quotes"),
             ("Accept-Ranges" = String, description = "bytes"),
-            ("Repr-Digest" = String, description = "Digest of the whole file (RFC 9530)"),
+            ("Repr-Digest" = String, description = "The digest of the whole file (RFC 9530)"),
         )),
-        (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/json"),
+        (status = 206, description = "The requested range of bytes", body = Vec<u8>, content_type = "application/json"),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range is outside the file", body = ProblemBody),
+        (status = 416, description = "The requested range is outside the file", body = ProblemBody),
     ))]
 async fn get_manifest(
     State(state): State<AppState>,
@@ -191,13 +191,13 @@ async fn get_manifest(
     params(("id" = CheckpointId, Path, description = "The checkpoint"), RangeHeaders),
     responses(
         (status = 200, description = "The archive", body = Vec<u8>, content_type = "application/x-tar", headers(
-            ("ETag" = String, description = "Derived from the names and SHA-256 of its files, quoted"),
-            ("Repr-Digest" = String, description = "Digest of the whole archive (RFC 9530); for archives up to 64 MiB"),
+            ("ETag" = String, description = "An ETag that is computed from the names and SHA-256 of the archive's files, in quotes"),
+            ("Repr-Digest" = String, description = "The digest of the whole archive (RFC 9530); only for archives of up to 64 MiB"),
             ("Accept-Ranges" = String, description = "bytes"),
         )),
-        (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/x-tar"),
+        (status = 206, description = "The requested range of bytes", body = Vec<u8>, content_type = "application/x-tar"),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range is outside the archive", body = ProblemBody),
+        (status = 416, description = "The requested range is outside the archive", body = ProblemBody),
     ))]
 async fn get_archive(
     State(state): State<AppState>,
@@ -240,13 +240,13 @@ enum Which {
     params(("id" = JobId, Path, description = "The job"), AdapterQuery, RangeHeaders),
     responses(
         (status = 200, description = "The adapter", body = Vec<u8>, content_type = "application/x-tar", headers(
-            ("ETag" = String, description = "Derived from the names and SHA-256 of its files, quoted"),
-            ("Repr-Digest" = String, description = "Digest of the whole archive (RFC 9530); for archives up to 64 MiB"),
+            ("ETag" = String, description = "An ETag that is computed from the names and SHA-256 of the archive's files, in quotes"),
+            ("Repr-Digest" = String, description = "The digest of the whole archive (RFC 9530); only for archives of up to 64 MiB"),
             ("Accept-Ranges" = String, description = "bytes"),
         )),
-        (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/x-tar"),
+        (status = 206, description = "The requested range of bytes", body = Vec<u8>, content_type = "application/x-tar"),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 404, description = "No such job, or the job has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer", body = ProblemBody),
+        (status = 404, description = "There is no such job, or the job has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer", body = ProblemBody),
         (status = 409, description = "The job trains all weights: its checkpoints hold a model, not an adapter", body = ProblemBody)))]
 async fn get_adapter(
     State(state): State<AppState>,
@@ -291,9 +291,9 @@ pub(super) fn no_checkpoint(state: &AppState, job: &JobRow) -> Problem {
     let removed = kept_ms.zip(job.finished_at).filter(|(kept, finished)| finished.saturating_add(*kept) < clock_ms());
     let why = match removed {
         Some((kept_ms, _)) => {
-            format!("checkpoints that are not pinned are removed {} after a job's end", life(kept_ms))
+            format!("the server removes checkpoints that are not pinned {} after a job's end", life(kept_ms))
         }
-        None => "the job ended before it saved one, or its checkpoints were removed".to_owned(),
+        None => "the job ended before it saved a checkpoint, or its checkpoints were removed".to_owned(),
     };
     let detail = format!(
         "the job is {} and has no checkpoint: {why}; POST /jobs/{}/retry trains it again from the start",

@@ -137,7 +137,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Caller {
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
         let caller = parts.extensions.get::<Caller>().cloned();
         let mut caller = caller.ok_or_else(|| {
-            Problem::internal("a handler needs the caller, but its route is outside the authentication layer")
+            Problem::internal("a handler needs the caller, but the authentication layer does not cover its route")
         })?;
         if let Some(given) = parts.headers.get(HUB_TOKEN) {
             let token = given.to_str().ok().and_then(Token::new);
@@ -181,7 +181,7 @@ impl Credential {
     fn refused(&self) -> Problem {
         challenge(match self {
             Credential::None => "send 'authorization: Bearer KEY', or sign in with POST /session",
-            Credential::Bearer(_) => "the bearer token is not a valid key",
+            Credential::Bearer(_) => "the bearer token is not a valid API key",
             Credential::Cookie(_) => "the session has ended; sign in again with POST /session",
         })
     }
@@ -227,7 +227,10 @@ pub(super) async fn of_key_text(state: &AppState, text: &str) -> Result<Option<C
         let (store, id) = (state.store.clone(), key.id);
         tokio::spawn(async move {
             if let Err(error) = store.api_key_used(id, now).await {
-                tracing::warn!(error = super::error::chain(&error), "could not record the last use of a key");
+                tracing::warn!(
+                    error = super::error::chain(&error),
+                    "could not store the time of an API key's last use"
+                );
             }
         });
     }
@@ -311,7 +314,7 @@ fn not_taken(method: &Method, others: &[(&'static str, Access)]) -> Response {
         .flat_map(|(method, _)| if *method == "GET" { vec!["GET", "HEAD"] } else { vec![*method] })
         .collect();
     let allowed = allowed.join(", ");
-    let detail = format!("{method} is not allowed here; use {allowed}");
+    let detail = format!("this path does not accept the method {method}; use {allowed}");
     Problem::new(Code::MethodNotAllowed, detail).header(header::ALLOW, allowed).into_response()
 }
 
@@ -342,7 +345,10 @@ async fn admit(
     if let Some(scope) = scope
         && !caller.scopes().has(scope)
     {
-        let detail = format!("a key with the scope '{scope}' is required; this key has: {}", caller.scopes());
+        let detail = format!(
+            "this request requires an API key with the scope '{scope}'; the given key has: {}",
+            caller.scopes()
+        );
         return Err(Problem::new(Code::Forbidden, detail));
     }
     Ok((caller, credential))
@@ -478,7 +484,7 @@ async fn is_over(state: &AppState, credential: &Credential) -> bool {
 pub(super) fn check_bearer(headers: &HeaderMap, expected: &str) -> Result<(), Problem> {
     match Credential::of(headers) {
         Credential::Bearer(token) if is_equal(&token, expected) => Ok(()),
-        Credential::Bearer(_) => Err(challenge("the bearer token is not valid here")),
+        Credential::Bearer(_) => Err(challenge("the bearer token is not valid for this route")),
         Credential::None | Credential::Cookie(_) => Err(challenge("send 'authorization: Bearer TOKEN'")),
     }
 }

@@ -32,7 +32,7 @@ pub(super) async fn terms(state: &AppState) -> Result<CallbackTerms, Problem> {
 /// Some or all results of a request.
 #[derive(Deserialize, ToSchema)]
 #[schema(as = RewardCallback)]
-#[expect(dead_code, reason = "the document's schema; the body is read entry by entry")]
+#[expect(dead_code, reason = "only the schema in the OpenAPI document; the handler reads the body entry by entry")]
 struct CallbackBody {
     /// The id of the reward request; optional.
     id: Option<RewardRequestId>,
@@ -63,16 +63,16 @@ struct TakenView {
 /// is rejected as a whole: correct it and send it again.
 #[utoipa::path(
     post, path = "/reward-callbacks/{id}", tag = "Reward contract", operation_id = "take_reward_callback", security(()),
-    params(("id" = RewardRequestId, Path, description = "The request's id"),
-           ("authorization" = String, Header, description = "`Bearer ` and the request's `reply.token`")),
+    params(("id" = RewardRequestId, Path, description = "The id of the reward request"),
+           ("authorization" = String, Header, description = "The word `Bearer`, a space and the `reply.token` of the reward request")),
     request_body = CallbackBody,
     responses(
         (status = 200, description = "Kept", body = TakenView),
-        (status = 401, description = "The token is not this request's", body = ProblemBody),
-        (status = 404, description = "No such request", body = ProblemBody),
-        (status = 410, description = "Too late: the deadline has passed, the request is complete, or the job has ended", body = ProblemBody),
-        (status = 413, description = "More than 16 MiB: send it in parts", body = ProblemBody),
-        (status = 422, description = "The body is not valid; `errors` says where", body = ProblemBody),
+        (status = 401, description = "The token does not belong to this reward request", body = ProblemBody),
+        (status = 404, description = "There is no such reward request", body = ProblemBody),
+        (status = 410, description = "The results are too late: the deadline has passed, the reward request is complete, or the job has ended", body = ProblemBody),
+        (status = 413, description = "The body is larger than 16 MiB: send the results in several parts", body = ProblemBody),
+        (status = 422, description = "The request's body is not valid; `errors` lists the invalid fields", body = ProblemBody),
     )
 )]
 async fn take_callback(
@@ -88,19 +88,30 @@ async fn take_callback(
         // The token is valid, so this server created the request, which is no longer open: it is complete, or its job has
         // ended.
         (false, Ok(())) => {
-            return Err(gone("no job is waiting for this answer: the request is complete, or its job has ended"));
+            return Err(gone(
+                "no job is waiting for this answer: the reward request is complete, or its job has ended",
+            ));
         }
         (false, Err(_)) => return Err(unknown()),
     }
     let chunk = Chunk::read(&read_admitted_body(request).await?, &id).map_err(refused)?;
     match state.store.callback_receive(&id, &chunk, clock_ms()).await {
         Ok(Received::Counted(Counted { accepted, duplicate, unknown })) => {
-            tracing::debug!(request = id, accepted, duplicate, unknown, done = chunk.done, "a reward service answered");
+            tracing::debug!(
+                request = id,
+                accepted,
+                duplicate,
+                unknown,
+                done = chunk.done,
+                "a reward service sent late results"
+            );
             Ok(Json(TakenView { accepted, duplicate, unknown }))
         }
-        Ok(Received::Late) => Err(gone("the request's deadline has passed; the server requests missing results again")),
-        Ok(Received::Over) => Err(gone("the request is complete; the server requests missing results again")),
-        Err(StoreError::NotFound { .. }) => Err(gone("no job is waiting for this answer")),
+        Ok(Received::Late) => {
+            Err(gone("the deadline of the reward request has passed; the server requests missing results again"))
+        }
+        Ok(Received::Over) => Err(gone("the reward request is complete; the server requests missing results again")),
+        Err(StoreError::NotFound { .. }) => Err(gone("no job is waiting for the results of this reward request")),
         Err(error) => Err(error.into()),
     }
 }
@@ -111,7 +122,7 @@ fn gone(detail: &str) -> Problem {
 
 fn unauthorized(headers: &HeaderMap) -> Problem {
     let detail = match headers.contains_key(header::AUTHORIZATION) {
-        true => "the token belongs to another request: send the 'token' of this request's 'reply'",
+        true => "the bearer token belongs to another reward request: send the 'token' of this request's 'reply'",
         false => "send 'authorization: Bearer TOKEN' with the 'token' of the request's 'reply'",
     };
     Problem::new(Code::Unauthorized, detail).header(header::WWW_AUTHENTICATE, "Bearer realm=\"rlood\"")
@@ -119,6 +130,6 @@ fn unauthorized(headers: &HeaderMap) -> Problem {
 
 fn refused(flaws: Vec<Flaw>) -> Problem {
     let item = |Flaw { pointer, code, detail }: Flaw| FieldError { pointer, code: code.to_owned(), detail };
-    let detail = "no result of this body was stored; see 'errors', correct the body and send it again";
+    let detail = "the server stored no result of this body; see 'errors', correct the body and send it again";
     Problem::new(Code::InvalidBody, detail).items(flaws.into_iter().map(item).collect())
 }

@@ -132,8 +132,8 @@ struct ComparedStep {
 /// Compare jobs: states, settings that differ, metrics by step, evaluations, best checkpoints.
 #[utoipa::path(get, path = "/jobs/compare", tag = "Jobs", params(CompareQuery), responses(
     (status = 200, description = "The comparison", body = Comparison),
-    (status = 400, description = "ids are missing, too many, or repeated", body = ProblemBody),
-    (status = 404, description = "Some of the jobs do not exist; errors names each", body = ProblemBody)))]
+    (status = 400, description = "The parameter `ids` is missing, names too many jobs, or repeats one", body = ProblemBody),
+    (status = 404, description = "Some of the jobs do not exist; `errors` names each of them", body = ProblemBody)))]
 async fn compare_jobs(
     State(state): State<AppState>,
     caller: Caller,
@@ -200,11 +200,11 @@ fn ids(text: &str) -> Result<Vec<JobId>, Problem> {
             Problem::not_found("job", word).item(
                 "?ids",
                 "unknown_job",
-                format!("'{}' is not a job id", shortened(word)),
+                format!("'{}' is not the id of a job", shortened(word)),
             )
         })?;
         if ids.contains(&id) {
-            return Err(bad_query("ids", "duplicate", format!("{id} is named twice")));
+            return Err(bad_query("ids", "duplicate", format!("the job {id} is named twice in 'ids'")));
         }
         ids.push(id);
     }

@@ -274,10 +274,10 @@ struct RewardPong {
 #[utoipa::path(
     post, path = "/reward.score.request", tag = "Reward contract", operation_id = "reward_score_request",
     params(
-        ("webhook-id" = String, Header, description = "The request's id"),
-        ("webhook-timestamp" = String, Header, description = "Unix time of this attempt, in seconds"),
-        ("webhook-signature" = Option<String>, Header, description = "`v1,BASE64`; two, separated by a space, while a secret is rotated (`previous_secret`): accept the request if one of them is valid"),
-        ("idempotency-key" = String, Header, description = "The request's id"),
+        ("webhook-id" = String, Header, description = "The id of the reward request"),
+        ("webhook-timestamp" = String, Header, description = "The Unix time of this delivery attempt, in seconds"),
+        ("webhook-signature" = Option<String>, Header, description = "The signature `v1,BASE64`; two signatures, separated by a space, while a secret is rotated (`previous_secret`): accept the request if one of them is valid"),
+        ("idempotency-key" = String, Header, description = "The id of the reward request"),
     ),
     request_body = RewardRequest,
     responses(
@@ -285,12 +285,12 @@ struct RewardPong {
             example = json!({"version": "1", "id": "rwr_01jd0000000000000000000000", "results": [
                 {"sample_id": "s_0", "reward": 0.73, "reason": "short and right"},
                 {"sample_id": "s_1", "reward": null, "error": {"code": "judge_timeout", "retryable": true}}]})),
-        (status = 202, description = "The scores come later", body = Option<RewardAccepted>,
+        (status = 202, description = "The service will send the scores later", body = Option<RewardAccepted>,
             example = json!({"id": "rwr_01jd0000000000000000000000", "eta_ms": 60000, "status_url": "https://rm.example/status/rwr_01jd0000000000000000000000"})),
-        (status = 410, description = "This service is gone: the job pauses"),
-        (status = 413, description = "Too large: the request is split into halves"),
-        (status = 429, description = "Too many requests: retried after `Retry-After`"),
-        (status = "5XX", description = "Retried with back-off"),
+        (status = 410, description = "The reward service is gone for good: the job pauses"),
+        (status = 413, description = "The request is too large: the server splits it into halves"),
+        (status = 429, description = "The service gets too many requests: the server retries after `Retry-After`"),
+        (status = "5XX", description = "The request failed: the server retries it with growing pauses"),
     ),
 )]
 #[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
@@ -302,7 +302,7 @@ fn reward_score_request() {}
 #[utoipa::path(
     post, path = "/reward.ping", tag = "Reward contract", operation_id = "reward_ping",
     request_body = RewardPing,
-    responses((status = "2XX", description = "The service is reachable", body = Option<RewardPong>)),
+    responses((status = "2XX", description = "The reward service is reachable", body = Option<RewardPong>)),
 )]
 #[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 fn reward_ping() {}

@@ -117,12 +117,12 @@ struct MappedRow {
 #[utoipa::path(
     post, path = "/datasets/preview", tag = "Datasets",
     params(PreviewQuery),
-    request_body(description = "The rows, or their location", content(
+    request_body(description = "The rows of the dataset, or where the server finds them", content(
         (String = "application/x-ndjson"), (String = "text/csv"), (crate::spec::HubDataset = "application/json"),
         (String = "application/vnd.apache.parquet"), (Vec<u8> = "multipart/form-data"),
     )),
     responses(
-        (status = 200, description = "The first rows", body = DatasetPreview),
+        (status = 200, description = "The first rows of the dataset", body = DatasetPreview),
         (status = 422, description = "The file, or the mapping, cannot be read at all", body = ProblemBody),
     ),
 )]
@@ -149,7 +149,7 @@ async fn preview_dataset(
     let create = CreateQuery { name: None, prompt, system, chat, r#where, unique, keep, drop, cut_answer, limit, seed };
     let wanted = wanted.unwrap_or(ROWS);
     if !(1..=MAX_ROWS).contains(&wanted) {
-        let detail = format!("rows must be between 1 and {MAX_ROWS}, not {wanted}");
+        let detail = format!("the parameter 'rows' must be between 1 and {MAX_ROWS}, not {wanted}");
         return Err(Problem::new(Code::InvalidQuery, detail.clone()).item("?rows", "out_of_range", detail));
     }
     let model = match model {
@@ -158,7 +158,7 @@ async fn preview_dataset(
     };
     let Sent { name: _, rows } = receive(&state, &caller, create, request, Purpose::Preview).await?;
     let SentRows::Files(files, recipe) = rows else {
-        return Err(Problem::internal("a preview must not convert files"));
+        return Err(Problem::internal("the preview of a dataset must not convert its files"));
     };
     let origin = files.origin.clone();
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));

@@ -26,7 +26,7 @@ impl Ranges for HubRanges {
         let reading = self.hub.read_ranges(&self.plan.repo, &self.plan.commit, &self.file, ranges);
         match self.runtime.block_on(reading) {
             Ok(Some(parts)) => Ok(parts),
-            Ok(None) => Err(io::Error::other("the hub does not support range requests")),
+            Ok(None) => Err(io::Error::other("the hub does not support requests for ranges of a file")),
             Err(error) => Err(io::Error::other(with_causes(&error))),
         }
     }

@@ -273,7 +273,10 @@ async fn converted_branch(
         Ok(listed) if !listed.is_empty() => listed,
         Ok(_) => return Err(cannot_choose(repo, &unreadable)),
         Err(error) => {
-            tracing::warn!(error = with_causes(&error), "the hub's converted copy cannot be listed");
+            tracing::warn!(
+                error = with_causes(&error),
+                "the files of the hub's converted copy of a dataset cannot be listed"
+            );
             return Err(cannot_choose(repo, &unreadable));
         }
     };

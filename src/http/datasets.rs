@@ -100,7 +100,7 @@ struct DatasetForm {
 /// prompt, and filters rows.
 #[utoipa::path(
     post, path = "/datasets", tag = "Datasets",
-    params(CreateQuery, ("Idempotency-Key" = Option<String>, Header, description = "The same key and rows give the same answer for 24 hours")),
+    params(CreateQuery, ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and rows gets the same answer for 24 hours")),
     request_body(
         description = "The rows",
         content(
@@ -301,13 +301,13 @@ fn read_page(path: &std::path::Path, begin: Cursor, limit: u32, num_rows: u64) -
     params(("id" = DatasetId, Path, description = "The dataset"), RangeHeaders),
     responses(
         (status = 200, description = "The rows", body = String, content_type = "application/x-ndjson", headers(
-            ("ETag" = String, description = "The SHA-256, quoted"),
+            ("ETag" = String, description = "The SHA-256 of the dataset's rows, in quotes"),
             ("Accept-Ranges" = String, description = "bytes"),
-            ("Repr-Digest" = String, description = "Digest of all rows (RFC 9530)"),
+            ("Repr-Digest" = String, description = "The digest of all rows of the dataset (RFC 9530)"),
         )),
-        (status = 206, description = "The requested range", body = String, content_type = "application/x-ndjson"),
+        (status = 206, description = "The requested range of bytes", body = String, content_type = "application/x-ndjson"),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range is outside the content", body = ProblemBody),
+        (status = 416, description = "The requested range is outside the dataset's rows", body = ProblemBody),
     ))]
 async fn get_content(
     State(state): State<AppState>,

@@ -41,10 +41,10 @@ pub fn routes() -> OpenApiRouter<AppState> {
 /// A tiny model that comes with the server learns to add and subtract: 40 steps, less than a minute on a CPU. The request first
 /// registers the model and its two datasets, if they do not exist.
 #[utoipa::path(post, path = "/demo", tag = "Jobs",
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same job for 24 hours")),
+    params(("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key gets the same job for 24 hours")),
     responses(
         (status = 201, description = "Queued", body = JobView, headers(("Location" = String, description = "Its path"))),
-        (status = 409, description = "A request with this key is being answered", body = ProblemBody)))]
+        (status = 409, description = "The server is still answering an earlier request with this Idempotency-Key", body = ProblemBody)))]
 async fn create_demo(State(state): State<AppState>, caller: Caller, headers: HeaderMap) -> Result<Response, Problem> {
     once(&state.clone(), &caller.clone(), &headers, "POST /demo", "", create(state, caller)).await
 }

@@ -24,7 +24,7 @@ const MAX_DIGESTED_BYTES: u64 = 64 << 20;
 /// Request headers with which a client selects bytes of a file and names the version that it has cached.
 #[derive(IntoParams)]
 #[into_params(parameter_in = Header)]
-#[expect(dead_code, reason = "describes the headers in the document")]
+#[expect(dead_code, reason = "only describes the headers in the OpenAPI document")]
 pub struct RangeHeaders {
     /// The byte range to return: `bytes=0-99`, `bytes=100-` or `bytes=-100`. Only one range is supported.
     #[param(rename = "Range")]
@@ -179,7 +179,7 @@ impl Span {
                 Ok(Self { status: StatusCode::PARTIAL_CONTENT, first, length: last - first + 1, size })
             }
             Range::Unsatisfiable => {
-                let detail = format!("the file has {size} bytes; request a range within it");
+                let detail = format!("the file has {size} bytes; request a range of bytes within it");
                 Err(Problem::new(Code::RangeNotSatisfiable, detail)
                     .header(header::CONTENT_RANGE, format!("bytes */{size}"))
                     .header(header::ACCEPT_RANGES, "bytes"))
@@ -219,7 +219,7 @@ async fn open(file: &Download) -> Result<tokio::fs::File, Problem> {
     match tokio::fs::File::open(&file.path).await {
         Ok(opened) => Ok(opened),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            Err(Problem::new(Code::Gone, format!("{} was removed in the meantime", file.name)).because(error))
+            Err(Problem::new(Code::Gone, format!("the file {} was removed in the meantime", file.name)).because(error))
         }
         Err(error) => Err(Problem::internal(error)),
     }

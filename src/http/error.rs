@@ -53,25 +53,25 @@ codes! {
     InvalidEncoding = "invalid_encoding", 400, false, "The body cannot be decompressed";
     BodyInterrupted = "body_interrupted", 400, true, "The body ended early";
     Unauthorized = "unauthorized", 401, false, "A valid API key is required";
-    Forbidden = "forbidden", 403, false, "This is not permitted";
+    Forbidden = "forbidden", 403, false, "The request is not permitted";
     InvalidCsrfToken = "invalid_csrf_token", 403, false, "The session's CSRF token is missing or wrong";
     NotFound = "not_found", 404, false, "Not found";
     NoCheckpoint = "no_checkpoint", 404, true, "There is no checkpoint yet";
     NoSuchCheckpoint = "no_such_checkpoint", 404, false, "There is no such checkpoint";
     NoVerdict = "no_verdict", 404, true, "There is no verdict yet";
-    MethodNotAllowed = "method_not_allowed", 405, false, "The method is not allowed here";
+    MethodNotAllowed = "method_not_allowed", 405, false, "This path does not accept the method";
     NotAcceptable = "not_acceptable", 406, false, "The requested format is not available";
     RequestTimeout = "request_timeout", 408, true, "The request took too long to arrive";
-    Conflict = "conflict", 409, false, "This conflicts with what exists";
+    Conflict = "conflict", 409, false, "The request conflicts with an existing object";
     NoAdapter = "no_adapter", 409, false, "The job trains no adapter";
     NoEvaluation = "no_evaluation", 409, false, "The job has no evaluation";
-    IllegalMove = "illegal_move", 409, false, "The job's state does not permit this";
+    IllegalMove = "illegal_move", 409, false, "The job's state does not permit this request";
     InUse = "in_use", 409, false, "The resource is in use";
     IdempotencyInFlight = "idempotency_in_flight", 409, true, "A request with this Idempotency-Key is being answered";
     LeaseLost = "lease_lost", 409, false, "Another attempt owns the job";
     ProtocolMismatch = "protocol_mismatch", 409, false, "Worker and server versions do not match";
-    Gone = "gone", 410, false, "No longer available";
-    PreconditionFailed = "precondition_failed", 412, false, "A precondition does not hold";
+    Gone = "gone", 410, false, "The requested object is no longer available";
+    PreconditionFailed = "precondition_failed", 412, false, "A precondition of the request does not hold";
     BodyTooLarge = "body_too_large", 413, false, "The body is too large";
     UnsupportedMediaType = "unsupported_media_type", 415, false, "The content type is not supported";
     UnsupportedEncoding = "unsupported_encoding", 415, false, "The content encoding is not supported";
@@ -82,11 +82,11 @@ codes! {
     InvalidDataset = "invalid_dataset", 422, false, "The dataset is not valid";
     InvalidModel = "invalid_model", 422, false, "The model cannot be used";
     InvalidAdapter = "invalid_adapter", 422, false, "The adapter cannot be used";
-    Unsupported = "unsupported", 422, false, "This is not supported yet";
+    Unsupported = "unsupported", 422, false, "The request is not supported yet";
     IdempotencyMismatch = "idempotency_mismatch", 422, false, "The Idempotency-Key was used with another body";
     TooManyRequests = "too_many_requests", 429, true, "Too many requests";
     Internal = "internal", 500, true, "The server failed";
-    NotImplemented = "not_implemented", 501, false, "This is not supported";
+    NotImplemented = "not_implemented", 501, false, "The request is not supported";
     HubUnreachable = "hub_unreachable", 502, true, "The hub cannot be reached";
     Overloaded = "overloaded", 503, true, "The server is busy";
     GenerationFailed = "generation_failed", 503, true, "The completions could not be generated";
@@ -288,7 +288,10 @@ impl From<StoreError> for Problem {
                     format!("cannot {} a job that is {}; its state allows: {allowed}", action.as_str(), state.as_str());
                 Problem::new(Code::IllegalMove, detail)
             }
-            StoreError::LeaseLost => Problem::new(Code::LeaseLost, "this attempt no longer owns the job"),
+            StoreError::LeaseLost => Problem::new(
+                Code::LeaseLost,
+                "this attempt of the job no longer owns it: the job has ended, or a newer attempt runs it",
+            ),
             StoreError::BadCursor => {
                 let detail = "the cursor in 'after' does not belong to this list: start again without it";
                 Problem::new(Code::InvalidCursor, detail).item("?after", "invalid_cursor", detail)

@@ -103,12 +103,12 @@ impl RemovedEvents {
 /// rejected with `invalid_cursor`: start again without it.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "Jobs",
     params(("id" = JobId, Path, description = "The job"), PageQuery,
-        ("Last-Event-ID" = Option<u64>, Header, description = "The last `seq` known; wins over `after`")),
+        ("Last-Event-ID" = Option<u64>, Header, description = "The `seq` of the last event that the client has; it overrides `after`")),
     responses(
-        (status = 200, description = "A page, or the stream", content((EventPage = "application/json"), (String = "text/event-stream"))),
-        (status = 400, description = "A parameter is not valid", body = ProblemBody),
-        (status = 404, description = "No such job", body = ProblemBody),
-        (status = 429, description = "The key or the connection has too many event streams; see `Retry-After`", body = ProblemBody)))]
+        (status = 200, description = "A page of events, or the stream of events", content((EventPage = "application/json"), (String = "text/event-stream"))),
+        (status = 400, description = "A query parameter is not valid", body = ProblemBody),
+        (status = 404, description = "There is no such job", body = ProblemBody),
+        (status = 429, description = "The API key or the connection has too many open event streams; see `Retry-After`", body = ProblemBody)))]
 async fn list_events(
     State(state): State<AppState>,
     Path(id): Path<JobId>,
@@ -124,7 +124,7 @@ async fn list_events(
     // The client's number is beyond the job's events, as after restoring a backup. The same numbers will belong to other
     // events, so the request is rejected.
     if after > newest {
-        let detail = format!("the job's newest event is {newest}: start again without it");
+        let detail = format!("the job's newest event has the number {newest}: start again without 'after'");
         return Err(invalid_seq(name, &detail));
     }
     if !wants_stream(&headers) {
@@ -137,7 +137,7 @@ async fn list_events(
     let (sender, receiver) = mpsc::channel(BACKLOG);
     tokio::spawn(async move {
         if let Err(problem) = follow(&state, id, after, &sender).await {
-            tracing::debug!(job = %id, detail = problem.detail(), "an event stream ended early");
+            tracing::debug!(job = %id, detail = problem.detail(), "a client's stream of job events ended early");
         }
     });
     let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("ping"));
@@ -234,7 +234,7 @@ struct LogLine {
 
 /// List the log lines that workers wrote about a job, oldest first.
 #[utoipa::path(get, path = "/jobs/{id}/logs", tag = "Jobs", params(("id" = JobId, Path, description = "The job"), PageQuery), responses(
-    (status = 200, description = "A page", body = List<LogLine>), (status = 404, description = "No such job", body = ProblemBody)))]
+    (status = 200, description = "A page", body = List<LogLine>), (status = 404, description = "There is no such job", body = ProblemBody)))]
 async fn list_logs(
     State(state): State<AppState>,
     Path(id): Path<JobId>,

@@ -117,14 +117,14 @@ impl Export {
 /// /exports/{id}` reports progress. If an export of the same checkpoint and format is queued, running or complete, it is returned
 /// instead of a second one (200). The files are kept for 7 days.
 #[utoipa::path(post, path = "/checkpoints/{id}/exports", tag = "Artifacts",
-    params(("id" = CheckpointId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
+    params(("id" = CheckpointId, Path), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours")),
     request_body = ExportRequest,
     responses(
         (status = 202, description = "Queued", body = Export),
-        (status = 200, description = "The same export is complete, queued or running", body = Export),
-        (status = 404, description = "No such checkpoint", body = ProblemBody),
+        (status = 200, description = "The same export already exists: it is complete, queued or running", body = Export),
+        (status = 404, description = "There is no such checkpoint", body = ProblemBody),
         (status = 422, description = "The request is not valid", body = ProblemBody),
-        (status = 507, description = "The disk is nearly full", body = ProblemBody)))]
+        (status = 507, description = "The server's disk is nearly full", body = ProblemBody)))]
 async fn create_export(
     State(state): State<AppState>,
     caller: Caller,
@@ -161,7 +161,7 @@ async fn begin(state: AppState, id: CheckpointId, request: ExportRequest) -> Res
 /// List the exports of a checkpoint, newest first.
 #[utoipa::path(get, path = "/checkpoints/{id}/exports", tag = "Artifacts", params(("id" = CheckpointId, Path)), responses(
     (status = 200, description = "All exports of the checkpoint", body = List<Export>),
-    (status = 404, description = "No such checkpoint", body = ProblemBody)))]
+    (status = 404, description = "There is no such checkpoint", body = ProblemBody)))]
 async fn list_exports(
     State(state): State<AppState>,
     Path(id): Path<CheckpointId>,
@@ -175,7 +175,7 @@ async fn list_exports(
 /// Get an export by its id.
 #[utoipa::path(get, path = "/exports/{id}", tag = "Artifacts", params(("id" = ExportId, Path)), responses(
     (status = 200, description = "The export", body = Export),
-    (status = 404, description = "No such export, or it has expired", body = ProblemBody)))]
+    (status = 404, description = "There is no such export, or it has expired", body = ProblemBody)))]
 async fn get_export(State(state): State<AppState>, Path(id): Path<ExportId>) -> Result<Json<Export>, Problem> {
     Ok(Json(Export::of(find(&state, id).await?)?))
 }
@@ -186,10 +186,10 @@ async fn find(state: &AppState, id: ExportId) -> Result<TaskRow, Problem> {
 
 /// Cancel an export. An export that has ended stays as it is.
 #[utoipa::path(post, path = "/exports/{id}/cancel", tag = "Artifacts",
-    params(("id" = ExportId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
+    params(("id" = ExportId, Path), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key gets the same answer for 24 hours")),
     responses(
         (status = 200, description = "The export", body = Export),
-        (status = 404, description = "No such export", body = ProblemBody)))]
+        (status = 404, description = "There is no such export", body = ProblemBody)))]
 async fn cancel_export(
     State(state): State<AppState>,
     caller: Caller,
@@ -207,7 +207,7 @@ async fn cancel_export(
 /// Delete an export and its files. A running export is cancelled first.
 #[utoipa::path(delete, path = "/exports/{id}", tag = "Artifacts", params(("id" = ExportId, Path)), responses(
     (status = 204, description = "Deleted"),
-    (status = 404, description = "No such export", body = ProblemBody)))]
+    (status = 404, description = "There is no such export", body = ProblemBody)))]
 async fn delete_export(State(state): State<AppState>, Path(id): Path<ExportId>) -> Result<StatusCode, Problem> {
     let row = state.store.task_cancel(TaskKind::Export, &id.to_string(), clock_ms()).await?;
     let (files, name) = (state.files.clone(), row.id.clone());
@@ -238,21 +238,21 @@ async fn files_of(state: &AppState, id: ExportId) -> Result<Vec<Download>, Probl
 #[utoipa::path(method(get, head), path = "/exports/{id}/files/{name}", tag = "Artifacts",
     params(
         ("id" = ExportId, Path, description = "The export"),
-        ("name" = String, Path, description = "The file, as the export lists it"),
+        ("name" = String, Path, description = "The name of the file, as the export lists it"),
         RangeHeaders,
     ),
     responses(
-        (status = 200, description = "The file; a name that ends with .json is sent as JSON",
+        (status = 200, description = "The bytes of the file; a file whose name ends with .json is sent as JSON",
             content((Vec<u8> = "application/octet-stream"), (serde_json::Value = "application/json")), headers(
-            ("ETag" = String, description = "The file's SHA-256, quoted"),
+            ("ETag" = String, description = "The SHA-256 of the file, in quotes"),
             ("Accept-Ranges" = String, description = "bytes"),
-            ("Repr-Digest" = String, description = "Digest of the whole file (RFC 9530)"),
+            ("Repr-Digest" = String, description = "The digest of the whole file (RFC 9530)"),
         )),
-        (status = 206, description = "The requested range",
+        (status = 206, description = "The requested range of bytes",
             content((Vec<u8> = "application/octet-stream"), (Vec<u8> = "application/json"))),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range is outside the file", body = ProblemBody),
-        (status = 503, description = "The export is not complete", body = ProblemBody),
+        (status = 416, description = "The requested range is outside the file", body = ProblemBody),
+        (status = 503, description = "The export is not complete yet", body = ProblemBody),
     ))]
 async fn get_export_file(
     State(state): State<AppState>,
@@ -275,14 +275,14 @@ async fn get_export_file(
     params(("id" = ExportId, Path, description = "The export"), RangeHeaders),
     responses(
         (status = 200, description = "The archive", body = Vec<u8>, content_type = "application/x-tar", headers(
-            ("ETag" = String, description = "Derived from the names and SHA-256 of its files, quoted"),
-            ("Repr-Digest" = String, description = "Digest of the whole archive (RFC 9530); for archives up to 64 MiB"),
+            ("ETag" = String, description = "An ETag that is computed from the names and SHA-256 of the archive's files, in quotes"),
+            ("Repr-Digest" = String, description = "The digest of the whole archive (RFC 9530); only for archives of up to 64 MiB"),
             ("Accept-Ranges" = String, description = "bytes"),
         )),
-        (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/x-tar"),
+        (status = 206, description = "The requested range of bytes", body = Vec<u8>, content_type = "application/x-tar"),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range is outside the archive", body = ProblemBody),
-        (status = 503, description = "The export is not complete", body = ProblemBody),
+        (status = 416, description = "The requested range is outside the archive", body = ProblemBody),
+        (status = 503, description = "The export is not complete yet", body = ProblemBody),
     ))]
 async fn get_export_archive(
     State(state): State<AppState>,

@@ -167,7 +167,9 @@ impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for Path<T>
                     Code::NotFound,
                     format!("'{}' in the path is not a {expected_type}", shortened(&value)),
                 ),
-                ErrorKind::InvalidUtf8InPathParam { .. } => Problem::new(Code::NotFound, "the path is not UTF-8"),
+                ErrorKind::InvalidUtf8InPathParam { .. } => {
+                    Problem::new(Code::NotFound, "the path of the request is not valid UTF-8")
+                }
                 other => Problem::internal(other),
             }),
             Err(other) => Err(Problem::internal(other)),
@@ -181,7 +183,11 @@ pub fn expect_json(headers: &HeaderMap) -> Result<(), Problem> {
     if given == "application/json" || (given.starts_with("application/") && given.ends_with("+json")) {
         return Ok(());
     }
-    let found = if given.is_empty() { "none was sent".to_owned() } else { format!("'{}' was sent", shortened(&given)) };
+    let found = if given.is_empty() {
+        "no content type was sent".to_owned()
+    } else {
+        format!("'{}' was sent", shortened(&given))
+    };
     Err(Problem::new(Code::UnsupportedMediaType, format!("send 'content-type: application/json' ({found})"))
         .header(header::ACCEPT, "application/json"))
 }
@@ -190,8 +196,11 @@ pub fn expect_json(headers: &HeaderMap) -> Result<(), Problem> {
 pub fn expect_document(headers: &HeaderMap) -> Result<Format, Problem> {
     let given = media_type(headers);
     Format::of_media_type(&given).ok_or_else(|| {
-        let found =
-            if given.is_empty() { "none was sent".to_owned() } else { format!("'{}' was sent", shortened(&given)) };
+        let found = if given.is_empty() {
+            "no content type was sent".to_owned()
+        } else {
+            format!("'{}' was sent", shortened(&given))
+        };
         let detail = format!("send 'content-type: application/json', application/yaml or application/toml ({found})");
         Problem::new(Code::UnsupportedMediaType, detail)
             .header(header::ACCEPT, "application/json, application/yaml, application/toml")
@@ -335,7 +344,7 @@ pub fn too_large() -> Problem {
 /// Returns the 413 response for a body above the route's limit, or above [`JSON_LIMIT_BYTES`].
 fn longer_than(limit: Option<u64>) -> Problem {
     let limit = limit.unwrap_or(JSON_LIMIT_BYTES as u64);
-    Problem::new(Code::BodyTooLarge, format!("the body must be at most {limit} bytes (after decompression)"))
+    Problem::new(Code::BodyTooLarge, format!("the request's body must be at most {limit} bytes (after decompression)"))
 }
 
 fn is_too_long(error: &(dyn std::error::Error + 'static)) -> bool {
@@ -344,14 +353,14 @@ fn is_too_long(error: &(dyn std::error::Error + 'static)) -> bool {
 }
 
 fn too_slow() -> Problem {
-    Problem::new(Code::RequestTimeout, "the body took too long to arrive")
+    Problem::new(Code::RequestTimeout, "the request's body took too long to arrive")
 }
 
 /// Converts an error while reading a request body into a problem: too large, too slow, corrupt compression, invalid
 /// framing, or a disconnected client.
 pub fn body_problem(error: &(dyn std::error::Error + 'static)) -> Problem {
     body_fault(error).unwrap_or_else(|| {
-        Problem::new(Code::BodyInterrupted, "the body could not be read to its end").because(chain(error))
+        Problem::new(Code::BodyInterrupted, "the request's body could not be read to its end").because(chain(error))
     })
 }
 
@@ -372,10 +381,11 @@ pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> 
             && matches!(io.kind(), std::io::ErrorKind::InvalidData | std::io::ErrorKind::InvalidInput)
         {
             if of_connection {
-                let detail = "the body's HTTP framing is invalid: a chunk, or the data after it, is malformed";
+                let detail =
+                    "the HTTP framing of the request's body is invalid: a chunk, or the data after it, is malformed";
                 return Some(Problem::new(Code::InvalidRequest, detail).because(error));
             }
-            let detail = "the body cannot be decompressed with its content-encoding";
+            let detail = "the request's body cannot be decompressed with its content-encoding";
             return Some(Problem::new(Code::InvalidEncoding, detail).because(error));
         }
         // An `UnexpectedEof` without a message comes from the decompressor; a broken connection gives one with a message.
@@ -383,7 +393,7 @@ pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> 
             && io.kind() == std::io::ErrorKind::UnexpectedEof
             && io.get_ref().is_none()
         {
-            let detail = "the compressed body is truncated: compress the file again";
+            let detail = "the compressed body of the request is truncated: compress the file again";
             return Some(Problem::new(Code::InvalidEncoding, detail).because(error));
         }
         next = error.source();

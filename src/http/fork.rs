@@ -54,8 +54,8 @@ pub struct ForkRequest {
 /// copied inside the server.
 #[utoipa::path(post, path = "/jobs/{id}/fork", tag = "Jobs", request_body = ForkRequest,
     params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
-    (status = 201, description = "The new job; its `parent` is the old one", body = JobView, headers(("location" = String))),
-    (status = 404, description = "No such job, or no checkpoint of that step: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer, or never", body = ProblemBody),
+    (status = 201, description = "The new job; its `parent` is the old job", body = JobView, headers(("location" = String))),
+    (status = 404, description = "There is no such job, or it has no checkpoint of that step: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer, or never", body = ProblemBody),
     (status = 422, description = "The new job is not valid", body = ProblemBody)))]
 async fn fork_job(
     State(state): State<AppState>,
@@ -73,7 +73,8 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     let ForkRequest { from_step, overrides } = request;
     let mut overrides = overrides.unwrap_or_else(|| json!({}));
     if !overrides.is_object() {
-        let error = FieldError::new("/overrides", "invalid_type", "must be an object: a partial job");
+        let error =
+            FieldError::new("/overrides", "invalid_type", "must be an object with the fields of the job to change");
         return Err(invalid(Code::InvalidBody, vec![error]));
     }
     let row = state.store.job_get(id).await?;
@@ -136,7 +137,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     let continues = stands_against.is_none();
     if continues && plan.total_steps() <= from_step {
         let detail = format!(
-            "the new job continues after step {from_step} and would end at step {}: use a value above {from_step}",
+            "the new job continues after step {from_step}, but would already end at step {}: use a value above {from_step}",
             plan.total_steps()
         );
         errors.push(FieldError::new("/training/max_steps", "out_of_range", detail));

@@ -80,13 +80,13 @@ struct GenerationView {
 #[utoipa::path(post, path = "/jobs/{id}/generate", tag = "Jobs", params(("id" = JobId, Path)),
     request_body = GenerationDocument,
     responses(
-        (status = 200, description = "The completions of both models", body = GenerationView),
-        (status = 404, description = "No such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer", body = ProblemBody),
+        (status = 200, description = "The completions of the base model and of the trained model", body = GenerationView),
+        (status = 404, description = "There is no such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer", body = ProblemBody),
         (status = 410, description = "The checkpoint was removed in the meantime", body = ProblemBody),
         (status = 422, description = "The request is not valid, or the model's files cannot be used", body = ProblemBody),
-        (status = 429, description = "Another request is running; see `Retry-After`", body = ProblemBody),
+        (status = 429, description = "Another request to generate completions is running; see `Retry-After`", body = ProblemBody),
         (status = 503, description = "The process that ran the models ended unexpectedly", body = ProblemBody),
-        (status = 504, description = "The time limit of two minutes was exceeded", body = ProblemBody)))]
+        (status = 504, description = "The completions took longer than two minutes, the time limit", body = ProblemBody)))]
 async fn generate(
     State(state): State<AppState>,
     caller: Caller,
@@ -101,7 +101,7 @@ async fn generate(
     let row = find(&state, &job, checkpoint).await?;
     let model = find_model(&state, &caller, &plan).await?;
     let Some(generations) = &state.generations else {
-        let detail = "this server starts no processes of its own, so it cannot generate: download the adapter instead";
+        let detail = "this server starts no processes of its own, so it cannot generate completions: download the adapter instead";
         return Err(Problem::new(Code::NotImplemented, detail));
     };
     plan.sampling = sampling;
@@ -215,7 +215,7 @@ pub(super) async fn unchanged(row: ModelRow, sha256: String) -> Result<ModelRow,
 fn without_report(error: &OneShotError) -> Problem {
     match error {
         OneShotError::Busy => {
-            let detail = "another generate request is running; try again when it has finished";
+            let detail = "another request to generate completions is running; try again when it has finished";
             Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_S)
         }
         OneShotError::Stopping => {
@@ -236,7 +236,7 @@ fn without_report(error: &OneShotError) -> Problem {
 
 fn too_slow() -> Problem {
     let detail = format!(
-        "no answer within {} s: lower sampling.max_completion_length or num_generations, or try again when no job runs",
+        "the models gave no answer within {} s: lower sampling.max_completion_length or num_generations, or try again when no job runs",
         LIMIT.as_secs()
     );
     Problem::new(Code::GenerationTimeout, detail)

@@ -242,7 +242,7 @@ pub(super) async fn slot(state: &AppState, slots: &Slots, caller: &Caller) -> Re
     taken.map_err(|none| match none {
         NoSlot::Full => {
             let detail = format!(
-                "{MAX_WAITING_OF_KEY} requests of this key already wait for expensive work; send fewer concurrently"
+                "{MAX_WAITING_OF_KEY} requests with this API key already wait for expensive work; send fewer concurrently"
             );
             Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_AFTER_S)
         }
@@ -275,9 +275,9 @@ pub(super) async fn run<T: Send + 'static>(
         let _ = sender.send(work(&is_stopped));
     })?;
     tokio::select! {
-        done = receiver => done.map_err(|_| Problem::internal("the thread of expensive work panicked")),
+        done = receiver => done.map_err(|_| Problem::internal("the thread that does the expensive work of a request panicked")),
         () = tokio::time::sleep(limit) => {
-            let detail = format!("the request took more than {} s: send less in one request", limit.as_secs());
+            let detail = format!("the request took more than {} s: send less data in one request", limit.as_secs());
             Err(Problem::new(Code::WorkTimeout, detail))
         }
         () = state.stopping.cancelled() => Err(stopping()),
@@ -311,7 +311,7 @@ pub(super) async fn drive<T: Send + 'static>(
     };
     spawn(drive)?;
     tokio::select! {
-        done = receiver => done.map_err(|_| Problem::internal("the thread of a request panicked")),
+        done = receiver => done.map_err(|_| Problem::internal("the thread that handles a request panicked")),
         () = state.stopping.cancelled() => Err(stopping()),
     }
 }
@@ -330,7 +330,7 @@ pub(super) async fn unless_stopping<T>(
 fn spawn(work: impl FnOnce() + Send + 'static) -> Result<(), Problem> {
     let thread = std::thread::Builder::new().name("heavy".to_owned()).stack_size(STACK_BYTES);
     thread.spawn(work).map(drop).map_err(|error| {
-        Problem::new(Code::Overloaded, "the server has no thread left; try again")
+        Problem::new(Code::Overloaded, "the server has no free thread for this request; try again")
             .because(error)
             .retry_after(RETRY_AFTER_S)
     })

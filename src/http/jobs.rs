@@ -159,7 +159,7 @@ pub(super) fn bad_query(name: &str, code: &str, detail: impl Into<String>) -> Pr
 /// Creates a problem that lists the errors in a submitted document.
 pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
     let detail = match errors.as_slice() {
-        [] => "the document is not valid".to_owned(),
+        [] => "the job in the request is not valid".to_owned(),
         [error] if error.pointer.is_empty() => error.detail.clone(),
         [error] => format!("{}: {}", error.pointer, error.detail),
         [first, rest @ ..] => format!("{}: {} (and {} more; see errors)", first.pointer, first.detail, rest.len()),
@@ -169,12 +169,12 @@ pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
 
 /// List jobs, newest first. Filter by label with `metadata.KEY=VALUE`.
 #[utoipa::path(get, path = "/jobs", tag = "Jobs", params(
-    ("state" = Option<JobState>, Query, description = "Only jobs in this state"),
-    ("model" = Option<String>, Query, description = "Only jobs that train this model"),
-    ("metadata.KEY" = Option<String>, Query, description = "Only jobs with this label; may be given several times"),
-    ("after" = Option<String>, Query, description = "Cursor: the last page's `next`"),
-    ("limit" = Option<u32>, Query, description = "Jobs per page, 1 to 100; default 20"),
-), responses((status = 200, description = "A page of jobs", body = List<JobView>), (status = 400, description = "A parameter is not valid", body = ProblemBody)))]
+    ("state" = Option<JobState>, Query, description = "List only jobs in this state"),
+    ("model" = Option<String>, Query, description = "List only jobs that train this model"),
+    ("metadata.KEY" = Option<String>, Query, description = "List only jobs with this label; the parameter may be given several times"),
+    ("after" = Option<String>, Query, description = "The cursor: the `next` of the previous page"),
+    ("limit" = Option<u32>, Query, description = "The number of jobs on a page, 1 to 100; default 20"),
+), responses((status = 200, description = "A page of jobs", body = List<JobView>), (status = 400, description = "A query parameter is not valid", body = ProblemBody)))]
 async fn list_jobs(
     State(state): State<AppState>,
     caller: Caller,
@@ -184,7 +184,11 @@ async fn list_jobs(
     let mut seen = BTreeSet::new();
     for (name, value) in query {
         if !seen.insert(name.clone()) {
-            return Err(bad_query(&super::error::shortened(&name), "duplicate", "is given twice: give it once"));
+            return Err(bad_query(
+                &super::error::shortened(&name),
+                "duplicate",
+                "the parameter is given twice: give it once",
+            ));
         }
         match name.as_str() {
             "state" => {
@@ -205,7 +209,7 @@ async fn list_jobs(
                     filter.metadata.insert(label.to_owned(), value);
                 }
                 None => {
-                    let detail = "unknown; known here: state, model, metadata.KEY, after, limit";
+                    let detail = "unknown parameter; known ones: state, model, metadata.KEY, after, limit";
                     return Err(bad_query(&super::error::shortened(other), "unknown_parameter", detail));
                 }
             },
@@ -244,7 +248,7 @@ struct Wait {
 
 /// Get a job, optionally after waiting for its end.
 #[utoipa::path(get, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path), Wait), responses(
-    (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody)))]
+    (status = 200, description = "The job", body = JobView), (status = 404, description = "There is no such job", body = ProblemBody)))]
 async fn get_job(
     State(state): State<AppState>,
     Path(id): Path<JobId>,
@@ -252,7 +256,11 @@ async fn get_job(
 ) -> Result<Json<JobView>, Problem> {
     let wait = wait.unwrap_or(0);
     if wait > 3600 {
-        return Err(bad_query("wait", "out_of_range", format!("must be at most 3600 seconds, not {wait}")));
+        return Err(bad_query(
+            "wait",
+            "out_of_range",
+            format!("the time to wait must be at most 3600 seconds, not {wait}"),
+        ));
     }
     let deadline = tokio::time::Instant::now() + Duration::from_secs(wait);
     let mut changes = state.store.changed(id);
@@ -280,7 +288,7 @@ async fn get_job(
 /// The fields of a job that can be changed; all are optional.
 #[derive(Debug, ToSchema)]
 #[schema(as = JobPatch)]
-#[expect(dead_code, reason = "the document's schema; the body is read field by field")]
+#[expect(dead_code, reason = "only the schema in the OpenAPI document; the handler reads the body field by field")]
 struct PatchBody {
     /// 1 to 200 characters, none of them a control character; null removes the name.
     name: Option<String>,
@@ -299,7 +307,7 @@ struct PatchBody {
 /// The secrets to replace. They are never shown again.
 #[derive(Debug, ToSchema)]
 #[schema(as = RewardSecretsPatch)]
-#[expect(dead_code, reason = "the document's schema; the body is read field by field")]
+#[expect(dead_code, reason = "only the schema in the OpenAPI document; the handler reads the body field by field")]
 struct SecretsBody {
     /// New signing secret, `whsec_…`.
     #[schema(write_only)]
@@ -314,8 +322,8 @@ struct SecretsBody {
 
 /// Change a job's name, labels, priority, or the secrets of its rewards.
 #[utoipa::path(patch, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path)), request_body = PatchBody, responses(
-    (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
-    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+    (status = 200, description = "The job", body = JobView), (status = 404, description = "There is no such job", body = ProblemBody),
+    (status = 422, description = "A field of the request is not valid", body = ProblemBody)))]
 async fn patch_job(
     State(state): State<AppState>,
     Path(id): Path<JobId>,
@@ -352,7 +360,7 @@ async fn read_renewed(
         let is_webhook = matches!(reward.kind, RewardKind::Webhook(_));
         let is_http = reward.kind.service().is_some() && !matches!(reward.kind, RewardKind::Python(_));
         if !is_webhook && (!is_http || renewed.secret.is_some()) {
-            let detail = "only webhooks sign with secrets, and only rewards over HTTP have headers";
+            let detail = "only webhooks sign their requests with secrets, and only rewards over HTTP have headers";
             errors.push(FieldError::new(pointer, "conflict", detail));
             continue;
         }
@@ -369,7 +377,7 @@ async fn read_renewed(
 
 /// Delete a finished job, with its events, metrics, samples and checkpoints.
 #[utoipa::path(delete, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path)), responses(
-    (status = 204, description = "The job was deleted"), (status = 404, description = "No such job", body = ProblemBody),
+    (status = 204, description = "The job was deleted"), (status = 404, description = "There is no such job", body = ProblemBody),
     (status = 409, description = "The job has not ended", body = ProblemBody)))]
 async fn delete_job(State(state): State<AppState>, Path(id): Path<JobId>) -> Result<StatusCode, Problem> {
     let exports = state.store.job_delete(id).await?;
@@ -383,7 +391,7 @@ async fn delete_job(State(state): State<AppState>, Path(id): Path<JobId>) -> Res
 
 /// Cancel a job: immediately while it waits, within seconds while it runs. Checkpoints are kept. Idempotent.
 #[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
-    (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
+    (status = 200, description = "The job", body = JobView), (status = 404, description = "There is no such job", body = ProblemBody),
     (status = 409, description = "The job's state does not allow this change", body = ProblemBody)))]
 async fn cancel_job(
     State(state): State<AppState>,
@@ -397,7 +405,7 @@ async fn cancel_job(
 /// Pause a job at a checkpoint; `resume` continues from there.
 #[utoipa::path(post, path = "/jobs/{id}/pause", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 200, description = "The job; while it runs `requested` is `pause` until its worker has stopped", body = JobView),
-    (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "The job's state does not allow this change", body = ProblemBody)))]
+    (status = 404, description = "There is no such job", body = ProblemBody), (status = 409, description = "The job's state does not allow this change", body = ProblemBody)))]
 async fn pause_job(
     State(state): State<AppState>,
     caller: Caller,
@@ -409,7 +417,7 @@ async fn pause_job(
 
 /// Resume a paused job: it is queued again.
 #[utoipa::path(post, path = "/jobs/{id}/resume", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
-    (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
+    (status = 200, description = "The job", body = JobView), (status = 404, description = "There is no such job", body = ProblemBody),
     (status = 409, description = "The job's state does not allow this change", body = ProblemBody)))]
 async fn resume_job(
     State(state): State<AppState>,
@@ -436,7 +444,9 @@ async fn move_job(
             Action::Pause => state.store.job_pause(id, now).await?,
             Action::Resume => state.store.job_resume(id, now).await?,
             Action::Retry | Action::Delete => {
-                return Err(Problem::internal("retry and delete are not changes of state"));
+                return Err(Problem::internal(
+                    "retry and delete are not changes of a job's state: they have routes of their own",
+                ));
             }
         };
         Answer::new(StatusCode::OK, None, &JobView::of(&state, row).await?)
@@ -457,10 +467,10 @@ struct ConfigQuery {
 /// Get a job's resolved configuration, in a form that can be submitted again. Secrets and header values are left out; `retry`
 /// copies them inside the server.
 #[utoipa::path(get, path = "/jobs/{id}/config", tag = "Jobs", params(("id" = JobId, Path), ConfigQuery), responses(
-    (status = 200, description = "A body for POST /jobs",
+    (status = 200, description = "The job as a body for POST /jobs",
         content((crate::spec::JobDocument = "application/json"), (crate::spec::JobDocument = "application/yaml"), (String = "application/toml"))),
-    (status = 400, description = "The format is not one of json, yaml, toml, or TOML cannot hold it", body = ProblemBody),
-    (status = 404, description = "No such job", body = ProblemBody)))]
+    (status = 400, description = "The format is not one of json, yaml and toml, or TOML cannot represent the job", body = ProblemBody),
+    (status = 404, description = "There is no such job", body = ProblemBody)))]
 async fn get_config(
     State(state): State<AppState>,
     Path(id): Path<JobId>,

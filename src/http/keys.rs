@@ -170,9 +170,9 @@ pub(super) fn check_name(what: &str, name: &str) -> Option<FieldError> {
 /// From the first key on, every request needs a key. The first key must therefore have the scope `admin`,
 /// unless RLOOD_API_KEY is set.
 #[utoipa::path(post, path = "/keys", tag = "Keys", request_body = CreateKey,
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, except for the key itself: only the first answer shows it")), responses(
+    params(("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same Idempotency-Key and body gets the same answer for 24 hours, except for the API key itself: only the first answer shows it")), responses(
     (status = 201, description = "Created", body = Made, headers(("Location" = String, description = "Its path"))),
-    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+    (status = 422, description = "A field of the request is not valid", body = ProblemBody)))]
 async fn create_key(
     State(state): State<AppState>,
     caller: Caller,
@@ -191,7 +191,7 @@ async fn make(state: AppState, body: CreateKey) -> Result<Answer, Problem> {
         errors.push(FieldError { pointer: pointer.to_owned(), code: code.to_owned(), detail: detail.to_owned() });
     };
     if scopes.is_empty() {
-        wrong("/scopes", "required", "name at least one of read, submit, admin, worker");
+        wrong("/scopes", "required", "name at least one of the scopes read, submit, admin, worker");
     } else if !scopes.contains(&Scope::Admin) && !auth::keys_are_on(&state).await? {
         let detail = "the first key of a server must have the scope admin: otherwise no further key could be created";
         wrong("/scopes", "first_key_not_admin", detail);
@@ -200,7 +200,7 @@ async fn make(state: AppState, body: CreateKey) -> Result<Answer, Problem> {
         wrong("/expires_in_s", "out_of_range", "must be between 1 second and ten years (316224000)");
     }
     if !errors.is_empty() {
-        return Err(Problem::new(Code::InvalidBody, "the key cannot be created; see 'errors'").items(errors));
+        return Err(Problem::new(Code::InvalidBody, "the API key cannot be created; see 'errors'").items(errors));
     }
     let now = clock_ms();
     let expires_at = expires_in_s.map(|seconds| now + seconds * 1000);
@@ -235,7 +235,7 @@ async fn get_key(State(state): State<AppState>, Path(id): Path<KeyId>) -> Result
 ///
 /// Webhooks outlive the key that created them: the response lists those of the key's owner.
 #[utoipa::path(delete, path = "/keys/{id}", tag = "Keys", params(("id" = KeyId, Path, description = "The key")),
-    responses((status = 200, description = "The key, revoked, and its owner's webhooks", body = Revoked)))]
+    responses((status = 200, description = "The API key, which is revoked, and the webhooks of its owner", body = Revoked)))]
 async fn revoke_key(State(state): State<AppState>, Path(id): Path<KeyId>) -> Result<Json<Revoked>, Problem> {
     let row = state.store.api_key_revoke(id, clock_ms()).await?;
     let webhooks = state.store.webhooks_of(&row.owner).await?.into_iter().map(OwnersWebhook::from).collect();

@@ -44,7 +44,7 @@ pub fn limit(given: Option<u32>) -> Result<u32, Problem> {
         None => Ok(DEFAULT_LIMIT),
         Some(limit) if (1..=MAX_LIMIT).contains(&limit) => Ok(limit),
         Some(limit) => {
-            let detail = format!("limit must be between 1 and {MAX_LIMIT}, not {limit}");
+            let detail = format!("the parameter 'limit' must be between 1 and {MAX_LIMIT}, not {limit}");
             Err(Problem::new(Code::InvalidQuery, detail.clone()).item("?limit", "out_of_range", detail))
         }
     }

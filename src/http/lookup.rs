@@ -173,8 +173,10 @@ async fn find_model(
     match state.store.model_get(id).await {
         Ok(row) if !caller.may_use_model(&row.owner) => {}
         Ok(row) if row.state == "failed" => {
-            let problem = row.problem.as_deref().unwrap_or("the reason is unknown");
-            let detail = format!("the model '{id}' could not be downloaded: {problem}; then send POST /models again");
+            let problem = row.problem.as_deref().unwrap_or("the reason of the failure is unknown");
+            let detail = format!(
+                "the model '{id}' could not be downloaded: {problem}; correct this, then send POST /models again"
+            );
             errors.push(FieldError::new("/model", "model_download_failed", detail));
             return Ok(None);
         }
@@ -210,7 +212,7 @@ async fn unknown_model(state: &AppState, caller: &Caller, id: &str) -> Result<Fi
     let some = state.store.model_list(caller.sees(), None, 5).await?;
     let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
     let known = if known.is_empty() {
-        "no model is registered".to_owned()
+        "no model is registered on this server".to_owned()
     } else {
         format!("registered: {}", known.join(", "))
     };

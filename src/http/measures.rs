@@ -17,7 +17,12 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
     };
     let waited = store.oldest_queued_at.map_or(0, |at| (clock_ms() - at).max(0));
     one("rlood_queue_oldest_seconds", "gauge", "How long the first job of the queue has waited.", waited as f64 / 1e3);
-    one("rlood_jobs_waiting_for_reward", "gauge", "Running jobs whose reward does not answer.", store.waiting as f64);
+    one(
+        "rlood_jobs_waiting_for_reward",
+        "gauge",
+        "Running jobs whose reward service does not answer.",
+        store.waiting as f64,
+    );
     one("rlood_alerts_active", "gauge", "Active alerts of unfinished jobs.", store.alerts as f64);
     one("rlood_checkpoints", "gauge", "Published checkpoints.", store.checkpoints as f64);
     one("rlood_datasets", "gauge", "Datasets.", store.datasets as f64);
@@ -32,7 +37,7 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
     let counts = &state.connections;
     for (name, kind, help, value) in [
         ("rlood_connections_open", "gauge", "Connections of clients and workers.", &counts.open),
-        ("rlood_connections_accepted_total", "counter", "Connections since the start.", &counts.accepted),
+        ("rlood_connections_accepted_total", "counter", "Connections since the server started.", &counts.accepted),
         (
             "rlood_connections_evicted_total",
             "counter",
@@ -57,7 +62,7 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
     let database = state.files.database();
     for (name, help, path) in [
         ("rlood_database_bytes", "Size of the database.", database.clone()),
-        ("rlood_database_wal_bytes", "Size of its write-ahead log.", database.with_extension("db-wal")),
+        ("rlood_database_wal_bytes", "Size of the database's write-ahead log.", database.with_extension("db-wal")),
     ] {
         one(name, "gauge", help, std::fs::metadata(path).map_or(0.0, |found| found.len() as f64));
     }

@@ -45,15 +45,15 @@ macro_rules! messages {
             #[utoipa::path(
                 post, path = $path, tag = "Webhooks", operation_id = $word,
                 params(
-                    ("webhook-id" = String, Header, description = "The message's id, the same for every attempt"),
-                    ("webhook-timestamp" = String, Header, description = "Unix time of this attempt, in seconds"),
-                    ("webhook-signature" = String, Header, description = "`v1,BASE64`; several, separated by spaces, while a secret is rotated: accept the message if one of them is valid"),
+                    ("webhook-id" = String, Header, description = "The id of the message, the same for every delivery attempt"),
+                    ("webhook-timestamp" = String, Header, description = "The Unix time of this delivery attempt, in seconds"),
+                    ("webhook-signature" = String, Header, description = "The signature `v1,BASE64`; several signatures, separated by spaces, while a secret is rotated: accept the message if one of them is valid"),
                 ),
                 request_body = $body,
                 responses(
                     (status = "2XX", description = "Taken"),
-                    (status = 410, description = "The receiver is gone: the subscription is disabled"),
-                    (status = "default", description = "Retried later; after `Retry-After` if it is set"),
+                    (status = 410, description = "The receiver is gone for good: the server disables the subscription"),
+                    (status = "default", description = "The server retries the message later; after `Retry-After` if it is set"),
                 ),
             )]
             #[expect(dead_code, reason = "only describes the message in the OpenAPI document")]

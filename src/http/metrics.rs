@@ -101,9 +101,9 @@ struct MetricsPage {
 /// Get a job's metrics by step. A metric that no step has is not an error, since a later step may have it: `warnings` names it and
 /// lists the available metrics.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "Jobs", params(("id" = JobId, Path, description = "The job"), MetricsQuery), responses(
-    (status = 200, description = "Steps in order; training and evaluation of a step in one row",
+    (status = 200, description = "The metrics of the steps in order; training and evaluation of a step are in one row",
         content((MetricsPage = "application/json"), (String = "text/csv"), (String = "application/x-ndjson"))),
-    (status = 400, description = "A parameter is not valid", body = ProblemBody), (status = 404, description = "No such job", body = ProblemBody)))]
+    (status = 400, description = "A query parameter is not valid", body = ProblemBody), (status = 404, description = "There is no such job", body = ProblemBody)))]
 async fn get_metrics(
     State(state): State<AppState>,
     Path(id): Path<JobId>,
@@ -164,7 +164,7 @@ impl Gathered {
 }
 
 fn unreadable(what: Broken) -> Problem {
-    Problem::internal(format!("a stored step cannot be read: {what}"))
+    Problem::internal(format!("the stored metrics of a step cannot be read: {what}"))
 }
 
 /// Returns the first [`MAX_ROWS`] steps, and the cursor of the next page.
@@ -262,7 +262,9 @@ async fn unknown_keys(
     let unknown = keys.iter().filter(|key| !known.is_empty() && !known.contains(*key));
     let list = || known.iter().map(|key| from_json(key)).collect::<Vec<_>>().join(", ");
     Ok(unknown
-        .map(|key| format!("no step so far has '{}'; there are: {}", shortened(&from_json(key)), list()))
+        .map(|key| {
+            format!("no step of the job has the metric '{}' so far; it has: {}", shortened(&from_json(key)), list())
+        })
         .collect())
 }
 

@@ -227,16 +227,16 @@ impl Model {
 /// complete. Send a hub token for this request in the header `x-hub-token`. A model that can be read only with this token is
 /// visible only to its owner.
 #[utoipa::path(post, path = "/models", tag = "Models", request_body = CreateModel,
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours"),
-        ("x-hub-token" = Option<String>, Header, description = "A hub token for this download; it is not stored")),
+    params(("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours"),
+        ("x-hub-token" = Option<String>, Header, description = "A hub token for this download; the server does not store it")),
     responses(
         (status = 201, description = "Registered", body = Model, headers(("Location" = String, description = "Its path"))),
-        (status = 202, description = "Being downloaded from the hub", body = Model, headers(("Location" = String, description = "Its path"))),
-        (status = 200, description = "Already registered; read again", body = Model),
-        (status = 409, description = "The id belongs to another model", body = ProblemBody),
+        (status = 202, description = "The server is downloading the model from the hub", body = Model, headers(("Location" = String, description = "Its path"))),
+        (status = 200, description = "The model is already registered; the server has read its files again", body = Model),
+        (status = 409, description = "The id already belongs to another model", body = ProblemBody),
         (status = 422, description = "The model cannot be used", body = ProblemBody),
         (status = 502, description = "The hub cannot be reached", body = ProblemBody),
-        (status = 507, description = "There is not enough disk space", body = ProblemBody),
+        (status = 507, description = "The server has not enough disk space", body = ProblemBody),
     ))]
 async fn create_model(
     State(state): State<AppState>,
@@ -263,10 +263,15 @@ async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<An
             return Err(wrong("/hub", "required", detail).item("/source", "required", detail));
         }
         (Some(_), None) if revision.is_some() => {
-            return Err(wrong("/revision", "conflict", "a directory has no revision: omit it, or set hub"));
+            return Err(wrong(
+                "/revision",
+                "conflict",
+                "a model in a directory has no revision: omit 'revision', or set hub",
+            ));
         }
         (Some(source), None) => {
-            let id = id.ok_or_else(|| wrong("/id", "required", "a directory needs an id, such as org/name"))?;
+            let id =
+                id.ok_or_else(|| wrong("/id", "required", "a model in a directory needs an id, such as org/name"))?;
             let roots = reach::model_roots(&state).await?;
             // A model that an admin registers is shared by all owners.
             let owner = caller.sees().unwrap_or_default().to_owned();
@@ -296,7 +301,7 @@ async fn taken(state: &AppState, caller: &Caller, id: &str, problem: Problem) ->
     if state.store.model_get(id).await.is_ok_and(|row| caller.may_see(&row.owner)) {
         return problem;
     }
-    let detail = format!("the id '{}' is taken; choose another one", shortened(id));
+    let detail = format!("the model id '{}' is taken; choose another one", shortened(id));
     Problem::new(Code::Conflict, detail.clone()).item("/id", "taken", detail)
 }
 
@@ -373,7 +378,7 @@ fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
     }
     let path = FsPath::new(source);
     if !path.is_absolute() || source.contains('\0') {
-        return refuse("not_absolute", format!("'{}' is not an absolute path", shortened(source)));
+        return refuse("not_absolute", format!("the source '{}' is not an absolute path", shortened(source)));
     }
     // Symbolic links are resolved before the path is compared with `--model-root`. For a path outside, the error does not
     // reveal whether it exists.

@@ -59,7 +59,7 @@ pub(super) async fn run(
     limits: Limits,
 ) -> Result<ProbeReport, Problem> {
     let Some(preflights) = &state.preflights else {
-        let detail = "this server starts no processes of its own, so it cannot run a preflight: validate without probe";
+        let detail = "this server starts no processes of its own, so it cannot run a preflight: validate the job without 'probe'";
         return Err(Problem::new(Code::NotImplemented, detail));
     };
     let plan = &resolution.plan;

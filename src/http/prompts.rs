@@ -168,7 +168,7 @@ impl Prompts {
                 let rows: u64 = sources.iter().map(|source| source.num_rows).sum();
                 if rows != prompts.facts.num_rows {
                     let detail = format!(
-                        "the sources have {rows} rows together, but the dataset that was built from them has {}",
+                        "the dataset's sources have {rows} rows together, but the dataset that was built from them has {}",
                         prompts.facts.num_rows
                     );
                     errors.push(FieldError::new(format!("{}/sources", place.at), "invalid_value", detail));

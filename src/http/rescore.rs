@@ -141,17 +141,17 @@ struct RescoredSample {
 /// same url are used, including the evaluation's rewards. Services see the phase `probe`; the columns come from the job's dataset.
 #[utoipa::path(
     post, path = "/jobs/{id}/rescore", tag = "Jobs", operation_id = "rescore_job", 
-    params(("id" = JobId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
+    params(("id" = JobId, Path), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours")),
     request_body(content = Object, example = json!({
         "reward": {"type": "webhook", "url": "https://rm.example/v2/score", "secret": "whsec_…"}, "replaces": "helpful",
         "min_step": 100, "limit": 400
     })),
     responses(
         (status = 200, description = "The comparison", body = Rescore),
-        (status = 404, description = "No such job, or no stored samples that match", body = ProblemBody),
+        (status = 404, description = "There is no such job, or it has no stored samples that match", body = ProblemBody),
         (status = 422, description = "The reward or the choice of samples is not valid", body = ProblemBody),
         (status = 429, description = "The limit of concurrent re-scores is reached: four, or two per key", body = ProblemBody),
-        (status = 503, description = "The server is busy or stopping", body = ProblemBody),
+        (status = 503, description = "The server is busy or is shutting down", body = ProblemBody),
     )
 )]
 async fn rescore_job(
@@ -237,7 +237,7 @@ async fn grade(
         Err(problem) => return Err(problem),
     };
     let complete = judged.len() == count;
-    judged.resize(count, Judgement::missing("not_in_time", "not scored within max_wait_s"));
+    judged.resize(count, Judgement::missing("not_in_time", "the sample was not scored within max_wait_s"));
     Ok((judged, complete))
 }
 
@@ -292,7 +292,7 @@ async fn judge(
                 let failure = failure.to_failure(0);
                 why = Some(Judgement::missing(failure.code, failure.message));
             }
-            Err(_) => why = Some(Judgement::missing("not_in_time", "no answer within max_wait_s")),
+            Err(_) => why = Some(Judgement::missing("not_in_time", "the reward gave no answer within max_wait_s")),
         }
     }
     let complete = judged.len() == samples.len();

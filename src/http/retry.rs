@@ -52,9 +52,9 @@ fn read_from<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<RetryF
 /// uninterrupted run. Without a checkpoint it starts at step 0 and still reuses the answers. After other ends it starts over.
 #[utoipa::path(post, path = "/jobs/{id}/retry", tag = "Jobs", request_body = Option<RetryRequest>,
     params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
-    (status = 201, description = "The new job; its `parent` is the old one, its `step` is where it starts", body = JobView, headers(("location" = String))),
-    (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "The job has not ended", body = ProblemBody),
-    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+    (status = 201, description = "The new job; its `parent` is the old job, its `step` is where it starts", body = JobView, headers(("location" = String))),
+    (status = 404, description = "There is no such job", body = ProblemBody), (status = 409, description = "The job has not ended", body = ProblemBody),
+    (status = 422, description = "A field of the request is not valid", body = ProblemBody)))]
 async fn retry_job(
     State(state): State<AppState>,
     caller: Caller,
@@ -115,7 +115,7 @@ async fn adopt_checkpoints(state: &AppState, parent: JobId, job: JobId) -> Resul
             let verified =
                 blocking(state, move |data| Ok(data.checkpoint_verify(parent, step, attempt, &listed))).await?;
             if let Err(error) = verified {
-                tracing::error!(job = %parent, step, error = chain(&error), "a checkpoint is damaged: the retry starts with an older one");
+                tracing::error!(job = %parent, step, error = chain(&error), "a checkpoint is damaged: the retry of the job starts from an older one");
                 continuation.damaged.push(checkpoint);
                 continue;
             }
@@ -124,7 +124,7 @@ async fn adopt_checkpoints(state: &AppState, parent: JobId, job: JobId) -> Resul
             Ok(()) => continuation.checkpoints.push(checkpoint),
             Err(error) if is_newest => return Err(error.into()),
             Err(error) => {
-                tracing::warn!(job = %parent, step, error = chain(&error), "a retry continues without an older checkpoint");
+                tracing::warn!(job = %parent, step, error = chain(&error), "a retry of a job continues without an older checkpoint");
             }
         }
     }

@@ -260,17 +260,25 @@ async fn list_rewards(State(state): State<AppState>, Path(id): Path<JobId>) -> R
 type Family = (&'static str, &'static str, &'static str, fn(&RewardHealth) -> Option<f64>);
 
 const FAMILIES: [Family; 9] = [
-    ("requests_total", "counter", "HTTP requests, including retries.", |health| Some(health.requests as f64)),
-    ("retries_total", "counter", "Requests that repeat a failed one.", |health| Some(health.retries as f64)),
+    ("requests_total", "counter", "HTTP requests to the reward service, including retries.", |health| {
+        Some(health.requests as f64)
+    }),
+    ("retries_total", "counter", "Requests to the reward service that repeat a failed one.", |health| {
+        Some(health.retries as f64)
+    }),
     ("samples_total", "counter", "Samples that the reward was requested for.", |health| Some(health.samples as f64)),
-    ("missing_total", "counter", "Samples without a value.", |health| Some(health.missing as f64)),
-    ("cached_total", "counter", "Samples whose value came from the cache.", |health| Some(health.cached as f64)),
-    ("missing_fraction", "gauge", "Fraction of samples without a value.", missing_fraction),
-    ("degraded", "gauge", "1 while too many requests fail.", |health| Some(f64::from(u8::from(health.degraded)))),
-    ("breaker_opened_total", "counter", "Number of times that the circuit breaker opened.", |health| {
+    ("missing_total", "counter", "Samples for which the reward returned no value.", |health| {
+        Some(health.missing as f64)
+    }),
+    ("cached_total", "counter", "Samples whose reward came from the cache.", |health| Some(health.cached as f64)),
+    ("missing_fraction", "gauge", "Fraction of samples for which the reward returned no value.", missing_fraction),
+    ("degraded", "gauge", "1 while too many requests to the reward service fail.", |health| {
+        Some(f64::from(u8::from(health.degraded)))
+    }),
+    ("breaker_opened_total", "counter", "Number of times that the reward's circuit breaker opened.", |health| {
         Some(health.breaker.as_ref()?.opened as f64)
     }),
-    ("concurrency_limit", "gauge", "Current limit of concurrent requests.", |health| {
+    ("concurrency_limit", "gauge", "Current limit of concurrent requests to the reward service.", |health| {
         Some(f64::from(health.concurrency.as_ref()?.limit))
     }),
 ];
@@ -292,13 +300,18 @@ pub(super) async fn write_metrics(state: &AppState, caller: &Caller, text: &mut 
             }
         }
     }
-    family(text, "rlood_reward_errors_total", "counter", "Failed requests and samples, by class.");
+    family(
+        text,
+        "rlood_reward_errors_total",
+        "counter",
+        "Failed requests and samples of the reward, by class of error.",
+    );
     for (labels, health) in &rows {
         for (class, number) in &health.errors {
             line(text, &format!("rlood_reward_errors_total{{{labels},class=\"{class}\"}}"), number);
         }
     }
-    family(text, "rlood_reward_breaker_state", "gauge", "1 for the current state of the circuit breaker.");
+    family(text, "rlood_reward_breaker_state", "gauge", "1 for the current state of the reward's circuit breaker.");
     for (labels, health) in &rows {
         let Some(breaker) = &health.breaker else { continue };
         for state in BreakerState::ALL {
@@ -310,7 +323,7 @@ pub(super) async fn write_metrics(state: &AppState, caller: &Caller, text: &mut 
         text,
         "rlood_reward_latency_seconds",
         "summary",
-        "Time from a request to its answer; quantiles of the last 512.",
+        "Time from a request to its answer; quantiles of the last 512 requests.",
     );
     for (labels, health) in &rows {
         if let Some(RewardLatency { p50, p95, max: _ }) = health.latency_ms {

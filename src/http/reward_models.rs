@@ -48,7 +48,7 @@ pub(super) async fn find(
                 let detail = match row.problem {
                     Some(problem) => format!("the reward model '{}' could not be downloaded: {problem}", row.id),
                     None => format!(
-                        "the reward model '{}' is still being downloaded: submit again when it is ready",
+                        "the reward model '{}' is still being downloaded: submit the job again when the model is ready",
                         row.id
                     ),
                 };

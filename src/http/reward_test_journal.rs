@@ -60,7 +60,7 @@ impl Journal for TestJournal {
 }
 
 fn unrecorded(error: StoreError) -> JournalClosed {
-    tracing::error!(error = chain(&error), "could not register a request of a reward test");
+    tracing::error!(error = chain(&error), "could not store the request of a reward test in the database");
     JournalClosed
 }
 

@@ -96,11 +96,11 @@ struct TestResult {
         "samples": [{"prompt": "What is 2 + 2?", "completion": "4", "columns": {"answer": "4"}}]
     })),
     responses(
-        (status = 200, description = "The result, also if the reward returned no valid value", body = Report),
+        (status = 200, description = "The result of the test, also if the reward returned no valid value", body = Report),
         (status = 422, description = "The reward or the samples are not valid", body = ProblemBody, content_type = "application/problem+json"),
-        (status = 429, description = "Too many requests of this key wait for expensive work", body = ProblemBody, content_type = "application/problem+json"),
-        (status = 503, description = "The server is busy or stopping", body = ProblemBody, content_type = "application/problem+json"),
-        (status = 504, description = "A single sample takes too much work", body = ProblemBody, content_type = "application/problem+json"),
+        (status = 429, description = "Too many requests with this API key wait for expensive work", body = ProblemBody, content_type = "application/problem+json"),
+        (status = 503, description = "The server is busy or is shutting down", body = ProblemBody, content_type = "application/problem+json"),
+        (status = 504, description = "Scoring a single sample takes too much work", body = ProblemBody, content_type = "application/problem+json"),
     )
 )]
 async fn test_reward(
@@ -138,7 +138,7 @@ fn grade(plan: &RewardPlan, samples: &[RewardSample], stop: &AtomicBool) -> Resu
     let builtin = Builtin::of_plan(plan)?;
     let start = Instant::now();
     let mut judgements = builtin.judge_until(samples, stop, start + GRADE_WITHIN);
-    let late = format!("not scored within {} s: send fewer or shorter samples", GRADE_WITHIN.as_secs());
+    let late = format!("the sample was not scored within {} s: send fewer or shorter samples", GRADE_WITHIN.as_secs());
     judgements.resize_with(samples.len(), || Judgement::missing("not_in_time", late.clone()));
     let judged = Judged { judgements, ..Judged::default() };
     let warnings = columns_missing(plan, samples);
@@ -180,8 +180,10 @@ async fn try_reward(
     let start;
     if plan.kind.service().is_some() {
         if matches!(plan.kind, RewardKind::Webhook(_)) && secrets.secret.is_none() {
-            warnings
-                .push("without 'secret' requests are not signed: the service cannot verify who sends them".to_owned());
+            warnings.push(
+                "without 'secret' the requests are not signed: the reward service cannot verify who sends them"
+                    .to_owned(),
+            );
         }
         let patient = RewardPlan { kind: plan.kind.with_service(once), ..plan.clone() };
         let asked = Asked::of(&patient, secrets, outgoing, journal)?;
@@ -205,7 +207,7 @@ async fn try_reward(
         }
     } else {
         let RewardKind::RewardModel(model) = &plan.kind else {
-            let detail = "a built-in reward has no service to call".to_owned();
+            let detail = "a built-in reward has no reward service that the test could call".to_owned();
             return Err(BuildError { reward: plan.name.clone(), detail });
         };
         // Fails for a reward that this process cannot compute; the error says where to test it instead.
@@ -291,11 +293,13 @@ fn report_of(samples: &[RewardSample], tried: Tried) -> Report {
     let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
     let counts = judged.counts;
     if counts.unknown_ids > 0 {
-        warnings.push(format!("{} results are for unknown sample ids", counts.unknown_ids));
+        warnings.push(format!("{} results in the answer have an unknown sample id", counts.unknown_ids));
     }
     if counts.duplicate_ids > 0 {
-        warnings
-            .push(format!("{} results are for samples that already have one; the first counts", counts.duplicate_ids));
+        warnings.push(format!(
+            "{} results in the answer are for samples that already have a result; the first one counts",
+            counts.duplicate_ids
+        ));
     }
     let results: Vec<TestResult> = samples.iter().zip(judged.judgements).map(test_result).collect();
     let ok = results.iter().all(|result| result.error.is_none());

@@ -37,7 +37,7 @@ pub(super) async fn read_rows<E>(
     while let Some(piece) = pieces.next().await {
         let piece = piece.map_err(&failed)?;
         if Instant::now() > deadline {
-            return Err(Problem::new(Code::RequestTimeout, "the dataset took more than an hour to arrive"));
+            return Err(Problem::new(Code::RequestTimeout, "the upload of the dataset took more than an hour"));
         }
         received += piece.len() as u64;
         if received > limit {
@@ -80,7 +80,10 @@ pub(super) fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
     let detail = match num_errors {
         0 | 1 => first,
         _ if num_errors > errors.len() as u64 => {
-            format!("{num_errors} invalid rows, the first {} are listed; {first}", errors.len())
+            format!(
+                "the dataset has {num_errors} invalid rows, of which the first {} are listed; {first}",
+                errors.len()
+            )
         }
         _ => format!("{num_errors} invalid rows; {first}"),
     };

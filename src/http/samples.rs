@@ -134,12 +134,12 @@ struct RemovedSamples {
 
 /// List a job's completions, with rewards and advantages.
 #[utoipa::path(get, path = "/jobs/{id}/samples", tag = "Jobs", params(("id" = JobId, Path, description = "The job"), SamplesQuery), responses(
-    (status = 200, description = "A page, or a download",
+    (status = 200, description = "A page of samples, or a download of all samples",
         content((SamplePage = "application/json"), (String = "application/x-ndjson"), (String = "text/csv"))),
-    (status = 400, description = "A parameter is not valid", body = ProblemBody),
-    (status = 404, description = "No such job", body = ProblemBody),
-    (status = 429, description = "Too many searches of this key wait", body = ProblemBody),
-    (status = 503, description = "The server is busy with other searches, or stopping", body = ProblemBody)))]
+    (status = 400, description = "A query parameter is not valid", body = ProblemBody),
+    (status = 404, description = "There is no such job", body = ProblemBody),
+    (status = 429, description = "Too many sample searches with this API key are waiting", body = ProblemBody),
+    (status = 503, description = "The server is busy with other sample searches, or is shutting down", body = ProblemBody)))]
 async fn list_samples(
     State(state): State<AppState>,
     caller: Caller,
@@ -238,7 +238,7 @@ async fn download(state: AppState, caller: Caller, id: JobId, download: Download
                 None => None,
                 Some(rest) => Some(piece(&state, &caller, id, rest).await.map_err(|problem| {
                     tracing::warn!(job = %id, detail = problem.detail(), "a download of samples ended early");
-                    std::io::Error::other("the samples could not be read")
+                    std::io::Error::other("the job's stored samples could not be read")
                 })?),
             };
             Ok::<_, std::io::Error>(Some((bytes, next)))

@@ -80,10 +80,10 @@ impl SessionView {
 /// The cookie is `HttpOnly` and `SameSite=Strict`. Send the response's `csrf_token` as `x-csrf-token` with every request that is
 /// not GET. A session lasts a week, and ends with its key.
 #[utoipa::path(post, path = "/session", tag = "System", request_body = SignIn, responses(
-    (status = 201, description = "Signed in", body = SessionView, headers(("Set-Cookie" = String, description = "The session's cookie"))),
-    (status = 401, description = "Not a valid key", body = ProblemBody),
-    (status = 403, description = "The key has only the scope worker", body = ProblemBody),
-    (status = 429, description = "Too many keys from this address were not valid, or too many sign-ins are unfinished; see `Retry-After`", body = ProblemBody)))]
+    (status = 201, description = "Signed in", body = SessionView, headers(("Set-Cookie" = String, description = "The cookie of the new session"))),
+    (status = 401, description = "The API key is not valid", body = ProblemBody),
+    (status = 403, description = "The API key has only the scope worker", body = ProblemBody),
+    (status = 429, description = "Too many API keys from this client address were not valid, or too many sign-ins are unfinished; see `Retry-After`", body = ProblemBody)))]
 async fn open_session(
     State(state): State<AppState>,
     client: Client,
@@ -94,10 +94,10 @@ async fn open_session(
     let caller = auth::of_key_text(&state, key.trim()).await?;
     state.failures.record(client, key.trim(), caller.is_some());
     let Some(caller) = caller else {
-        return Err(Problem::new(Code::Unauthorized, "the key is not valid"));
+        return Err(Problem::new(Code::Unauthorized, "the API key is not valid"));
     };
     if !caller.scopes().has(Scope::Read) {
-        return Err(Problem::new(Code::Forbidden, "this key has only the scope worker: it cannot open a session"));
+        return Err(Problem::new(Code::Forbidden, "this API key has only the scope worker: it cannot open a session"));
     }
     let cookie = Cookie::new(store::api_keys::random_text().map_err(Problem::internal)?);
     let session_key = match caller.actor() {
@@ -123,8 +123,8 @@ async fn open_session(
 
 /// Get the current session, by cookie or by the key in the header.
 #[utoipa::path(get, path = "/session", tag = "System", responses(
-    (status = 200, description = "The current session", body = SessionView),
-    (status = 401, description = "Not signed in", body = ProblemBody)))]
+    (status = 200, description = "The client's current session", body = SessionView),
+    (status = 401, description = "The client is not signed in", body = ProblemBody)))]
 async fn get_session(
     State(state): State<AppState>,
     caller: Caller,
@@ -140,8 +140,8 @@ async fn get_session(
 
 /// Sign out: end the session and remove the cookie. Idempotent.
 #[utoipa::path(delete, path = "/session", tag = "System", responses(
-    (status = 204, description = "Signed out", headers(("Set-Cookie" = String, description = "Removes the cookie"))),
-    (status = 401, description = "Not signed in", body = ProblemBody)))]
+    (status = 204, description = "Signed out", headers(("Set-Cookie" = String, description = "A header that removes the session's cookie"))),
+    (status = 401, description = "The client is not signed in", body = ProblemBody)))]
 async fn end_session(State(state): State<AppState>, headers: HeaderMap) -> Result<Response, Problem> {
     if let Some(cookie) = Cookie::of(&headers) {
         state.store.session_delete(&cookie.sha256()).await?;

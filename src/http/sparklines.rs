@@ -81,8 +81,8 @@ impl From<store::Sparkline> for Sparkline {
 
 /// List downsampled reward curves of several jobs. Jobs that do not exist are left out.
 #[utoipa::path(get, path = "/jobs/courses", tag = "Jobs", params(SparklineQuery), responses(
-    (status = 200, description = "In the order of ids", body = List<Sparkline>),
-    (status = 400, description = "A parameter is not valid", body = ProblemBody)))]
+    (status = 200, description = "The reward curves of the jobs, in the order of `ids`", body = List<Sparkline>),
+    (status = 400, description = "A query parameter is not valid", body = ProblemBody)))]
 async fn list_courses(
     State(state): State<AppState>,
     caller: Caller,
@@ -114,9 +114,9 @@ async fn list_courses(
 /// server had to drop events. The stream reports states, not history: request the list once the stream is open, and again after
 /// every reconnect. Without that header the response is the first page of `GET /jobs`.
 #[utoipa::path(get, path = "/jobs/changes", tag = "Jobs", responses(
-    (status = 200, description = "The stream, which has no end; or the newest jobs",
+    (status = 200, description = "The stream of job changes, which has no end; or a page of the newest jobs",
         content((List<JobView> = "application/json"), (String = "text/event-stream"))),
-    (status = 429, description = "The key or the connection has too many event streams; see `Retry-After`", body = ProblemBody)))]
+    (status = 429, description = "The API key or the connection has too many open event streams; see `Retry-After`", body = ProblemBody)))]
 async fn follow_jobs(State(state): State<AppState>, caller: Caller, headers: HeaderMap) -> Result<Response, Problem> {
     if !wants_stream(&headers) {
         return Ok(Json(newest_jobs(&state, &caller).await?).into_response());
@@ -125,7 +125,7 @@ async fn follow_jobs(State(state): State<AppState>, caller: Caller, headers: Hea
     let changes = state.store.changed_jobs();
     tokio::spawn(async move {
         if let Err(problem) = follow(&state, &caller, changes, &sender).await {
-            tracing::debug!(detail = problem.detail(), "a stream of jobs ended early");
+            tracing::debug!(detail = problem.detail(), "a client's stream of job changes ended early");
         }
     });
     let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("ping"));

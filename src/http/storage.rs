@@ -112,7 +112,7 @@ impl std::ops::AddAssign<StorageUse> for Amount {
 /// A key with the scope admin sees all owners, other keys only their own. The disk and the limits are the same for all. `rlood gc
 /// --dry-run` on the server lists what can be removed.
 #[utoipa::path(get, path = "/system/storage", tag = "System",
-    responses((status = 200, description = "By kind and by owner", body = Storage)))]
+    responses((status = 200, description = "The storage use by kind of data and by owner", body = Storage)))]
 async fn get_storage(State(state): State<AppState>, caller: Caller) -> Result<Json<Storage>, Problem> {
     let report = report(&state, Duration::ZERO).await?;
     let mut all = Amount::default();

@@ -66,12 +66,12 @@ struct JobForm {
 /// Send JSON (or YAML or TOML) with inline records or the id of a dataset, or a multipart form with the fields `spec` and
 /// `dataset`. All errors are reported together, each with a JSON pointer.
 #[utoipa::path(post, path = "/jobs", tag = "Jobs",
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours"),
-        ("x-hub-token" = Option<String>, Header, description = "A hub token for downloads of this job; it is not stored")),
+    params(("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours"),
+        ("x-hub-token" = Option<String>, Header, description = "A hub token for the downloads of this job; the server does not store it")),
     request_body(description = "The job", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (String = "application/toml"), (JobForm = "multipart/form-data"))),
     responses(
         (status = 201, description = "Queued", body = JobView, headers(("Location" = String, description = "Its path"))),
-        (status = 409, description = "A request with this key is being answered", body = ProblemBody),
+        (status = 409, description = "The server is still answering an earlier request with this Idempotency-Key", body = ProblemBody),
         (status = 422, description = "The job is not valid", body = ProblemBody),
     ))]
 async fn create_job(State(state): State<AppState>, caller: Caller, mut request: Request) -> Result<Response, Problem> {
@@ -113,17 +113,18 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
                 rows = Some(read_rows(state, format, part, broken_form).await?);
             }
             Some(name @ ("spec" | "dataset")) => {
-                return Err(bad_form(format!("the field '{name}' occurs twice: send it once")));
+                return Err(bad_form(format!("the form field '{name}' occurs twice: send it once")));
             }
             other => {
                 let other = shortened(other.unwrap_or(""));
                 return Err(bad_form(format!(
-                    "unknown field '{other}': send 'spec' (the job) and 'dataset' (the rows)"
+                    "the form has the unknown field '{other}': send 'spec' (the job) and 'dataset' (the rows)"
                 )));
             }
         }
     }
-    let document = document.ok_or_else(|| bad_form("the field 'spec' is required: it contains the job".to_owned()))?;
+    let document =
+        document.ok_or_else(|| bad_form("the form field 'spec' is required: it contains the job".to_owned()))?;
     let missing = "the field 'dataset' is required; if the spec contains a dataset id or records, send only the spec, as application/json";
     Ok((document, rows.ok_or_else(|| bad_form(missing.to_owned()))?))
 }
@@ -147,7 +148,7 @@ async fn read_part(mut part: Field<'_>) -> Result<Vec<u8>, Problem> {
         if bytes.len() > MAX_SPEC_BYTES {
             return Err(Problem::new(
                 Code::BodyTooLarge,
-                format!("the field 'spec' must be at most {MAX_SPEC_BYTES} bytes"),
+                format!("the form field 'spec' must be at most {MAX_SPEC_BYTES} bytes"),
             ));
         }
     }
@@ -371,10 +372,10 @@ pub struct Validation {
 /// `required`), unsupported keys with a replacement for each, and keys without effect. Pointers refer to the key that was sent if a
 /// setting came from one, otherwise into `spec`.
 #[utoipa::path(post, path = "/jobs/validate", tag = "Jobs", params(ValidateQuery),
-    request_body(description = "The job, or with from=trl TRL's configuration", content((DraftDocument = "application/json"), (DraftDocument = "application/yaml"), (String = "application/toml"))),
+    request_body(description = "The job; with from=trl, a TRL configuration", content((DraftDocument = "application/json"), (DraftDocument = "application/yaml"), (String = "application/toml"))),
     responses(
-    (status = 200, description = "The result, also if the job is not valid", body = Validation),
-    (status = 422, description = "The kind of check is not supported yet", body = ProblemBody),
+    (status = 200, description = "The result of the validation, also if the job is not valid", body = Validation),
+    (status = 422, description = "The requested kind of check is not supported yet", body = ProblemBody),
     (status = 429, description = "Another preflight is running", body = ProblemBody),
     (status = 501, description = "This server cannot run preflights", body = ProblemBody)))]
 async fn validate_job(

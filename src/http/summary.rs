@@ -103,8 +103,8 @@ struct NoQuery {}
 
 /// Get a job's key figures: rewards, change in evaluation, totals, durations, checkpoints.
 #[utoipa::path(get, path = "/jobs/{id}/summary", tag = "Jobs", params(("id" = JobId, Path, description = "The job")), responses(
-    (status = 200, description = "The summary", body = Summary), (status = 400, description = "The route accepts no parameters", body = ProblemBody),
-    (status = 404, description = "No such job", body = ProblemBody)))]
+    (status = 200, description = "The summary", body = Summary), (status = 400, description = "This route accepts no query parameters", body = ProblemBody),
+    (status = 404, description = "There is no such job", body = ProblemBody)))]
 async fn get_summary(
     State(state): State<AppState>,
     Path(id): Path<JobId>,

@@ -20,6 +20,7 @@ use super::list::{List, Time};
 use super::prometheus::{family, line};
 use crate::id::{JobId, WorkerId};
 use crate::job::State as JobState;
+use crate::protocol::KernelFacts;
 use crate::store::{WorkerRow, clock_ms};
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -69,7 +70,12 @@ impl RequestCounts {
 
     fn write(&self, text: &mut String) {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        family(text, "rlood_http_request_duration_seconds", "histogram", "Time until the response headers were sent.");
+        family(
+            text,
+            "rlood_http_request_duration_seconds",
+            "histogram",
+            "Time from a request until its response headers were sent.",
+        );
         for ((method, route, status), Times { number, time, buckets }) in counts {
             let labels = format!("method=\"{method}\",route=\"{route}\",status=\"{status}\"");
             let mut within = 0;
@@ -97,14 +103,19 @@ async fn livez() -> &'static str {
     responses((status = 200, description = "Ready", body = String, content_type = "text/plain", example = json!("ok\n"))))]
 async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> {
     let not_ready = |detail: String, cause: String| Problem::new(Code::NotReady, detail).because(cause).retry_after(5);
-    state.store.ping().await.map_err(|error| not_ready("the database does not answer".to_owned(), chain(&error)))?;
+    state
+        .store
+        .ping()
+        .await
+        .map_err(|error| not_ready("the server's database does not answer".to_owned(), chain(&error)))?;
     let free = state
         .files
         .free_bytes()
-        .map_err(|error| not_ready("the data directory cannot be read".to_owned(), chain(&error)))?;
+        .map_err(|error| not_ready("the server's data directory cannot be read".to_owned(), chain(&error)))?;
     let reserve = state.config.edge.disk_reserve_bytes;
     if free < reserve {
-        let detail = format!("the disk is nearly full: {free} bytes are free, {reserve} are required; free some space");
+        let detail =
+            format!("the server's disk is nearly full: {free} bytes are free, {reserve} are required; free some space");
         return Err(not_ready(detail, String::new()));
     }
     Ok("ok\n")
@@ -115,7 +126,7 @@ async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> 
 /// Metrics of rewards (`rlood_reward_*`) name the jobs that the key may see: all of them with the scope admin. The other metrics
 /// are the server's, and name no job.
 #[utoipa::path(get, path = "/metrics", tag = "System",
-    responses((status = 200, description = "Prometheus text format", body = String, content_type = "text/plain")))]
+    responses((status = 200, description = "The server's metrics in the Prometheus text format", body = String, content_type = "text/plain")))]
 async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl IntoResponse, Problem> {
     let jobs = state.store.job_counts().await?;
     let workers = state.store.worker_list().await?;
@@ -194,6 +205,8 @@ pub struct Worker {
     pub threads: u32,
     /// The worker's rlood version.
     pub version: String,
+    /// CPU kernels of the worker; null on a GPU, and for workers of versions before this field.
+    pub kernels: Option<KernelFacts>,
     /// When the server last heard from the worker.
     pub seen_at: Time,
 }
@@ -205,8 +218,9 @@ async fn list_workers(State(state): State<AppState>, caller: Caller) -> Result<J
     let lost_before = clock_ms() - lease_ms(&state);
     let word = |row: WorkerRow| {
         let state = WorkerState::of(&row, lost_before);
-        let WorkerRow { id, device, pid, threads, version, child: _, seen_at, created_at: _, lost: _, job } = row;
-        Worker { id, device, pid, state, job_id: job, threads, version, seen_at: Time(seen_at) }
+        let WorkerRow { id, device, pid, threads, version, kernels, child: _, seen_at, created_at: _, lost: _, job } =
+            row;
+        Worker { id, device, pid, state, job_id: job, threads, version, kernels, seen_at: Time(seen_at) }
     };
     let mut data: Vec<Worker> = state.store.worker_list().await?.into_iter().map(word).collect();
     for worker in &mut data {

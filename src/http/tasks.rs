@@ -40,7 +40,7 @@ pub(super) async fn run(state: AppState, work: impl Work) {
                     tracing::error!(
                         task = row.id,
                         error = with_causes(&error),
-                        "could not store the end of a task (verdict or export)"
+                        "could not store the end of a task (a verdict or an export)"
                     );
                 }
             }
@@ -49,7 +49,10 @@ pub(super) async fn run(state: AppState, work: impl Work) {
                 let _ = changed.changed().await;
             }
             Err(error) => {
-                tracing::error!(error = with_causes(&error), "could not read the queued tasks; will retry");
+                tracing::error!(
+                    error = with_causes(&error),
+                    "could not read the queued tasks (verdicts and exports); the server will retry"
+                );
                 tokio::time::sleep(PAUSE).await;
             }
         }

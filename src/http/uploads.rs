@@ -186,7 +186,7 @@ async fn store_raw<E>(
     while let Some(piece) = pieces.next().await {
         let piece = piece.map_err(&failed)?;
         if Instant::now() > deadline {
-            return Err(Problem::new(Code::RequestTimeout, "the dataset took more than an hour to arrive"));
+            return Err(Problem::new(Code::RequestTimeout, "the upload of the dataset took more than an hour"));
         }
         unchecked += piece.len();
         if unchecked >= WRITE_BYTES {
@@ -240,7 +240,7 @@ fn is_packed(start: &[u8]) -> bool {
 /// Keys of a request for a hub dataset.
 const OF_HUB_DATASET: [&str; 8] = ["hub", "revision", "config", "split", "map", "limit", "seed", "name"];
 
-/// Parses `{"hub": …}`: a request for a hub dataset instead of rows. Returns it with its name.
+/// Parses `{"hub": …}`: a request for a hub dataset instead of rows. Returns the hub dataset and the `name` to store it under.
 fn hub_document(kind: &str, start: &[u8]) -> Option<Result<(Option<String>, HubDataset), Problem>> {
     let is_document = kind == "application/json" && start.trim_ascii_start().starts_with(b"{");
     let mut document: Value = is_document.then(|| serde_json::from_slice(start).ok()).flatten()?;
@@ -256,7 +256,7 @@ fn hub_document(kind: &str, start: &[u8]) -> Option<Result<(Option<String>, HubD
     let name = match name {
         None | Some(Value::Null) => None,
         Some(Value::String(name)) => Some(name),
-        Some(_) => return Some(Err(refuse("name must be a string".to_owned()))),
+        Some(_) => return Some(Err(refuse("the dataset's 'name' must be a string".to_owned()))),
     };
     let wanted = serde_json::from_value::<HubDataset>(document).map_err(|error| refuse(error.to_string()));
     let checked = wanted.and_then(|wanted| match wanted.recipe().check() {
@@ -291,20 +291,20 @@ async fn read_form(
                 raw = Some((file, format, is_packed(&start), staged));
             }
             Some("file") => {
-                return Err(bad_form("the field 'file' occurs twice: upload one dataset per request".to_owned()));
+                return Err(bad_form("the form field 'file' occurs twice: upload one dataset per request".to_owned()));
             }
-            Some("mapping") => return Err(bad_form("the field 'mapping' occurs twice: send it once".to_owned())),
+            Some("mapping") => return Err(bad_form("the form field 'mapping' occurs twice: send it once".to_owned())),
             other => {
                 let other = shortened(other.unwrap_or(""));
                 return Err(bad_form(format!(
-                    "unknown field '{other}': send 'file', and optionally 'name' and 'mapping'"
+                    "the form has the unknown field '{other}': send 'file', and optionally 'name' and 'mapping'"
                 )));
             }
         }
     }
     let recipe = mapping.unwrap_or(of_query);
     let Some((file, format, is_packed, staged)) = raw else {
-        return Err(bad_form("the field 'file' is required: it contains the rows".to_owned()));
+        return Err(bad_form("the form field 'file' is required: it contains the dataset's rows".to_owned()));
     };
     let is_plain = recipe.is_plain() && purpose == Purpose::Store && !is_packed;
     let rows = match format {
@@ -325,7 +325,7 @@ async fn read_mapping(mut part: Field<'_>) -> Result<Recipe, Problem> {
     while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
         bytes.extend_from_slice(&chunk);
         if bytes.len() > MAX_DOCUMENT_BYTES {
-            return Err(bad_form(format!("the field 'mapping' must be at most {MAX_DOCUMENT_BYTES} bytes")));
+            return Err(bad_form(format!("the form field 'mapping' must be at most {MAX_DOCUMENT_BYTES} bytes")));
         }
     }
     let refuse = |at: String, detail: String| {
@@ -343,7 +343,7 @@ pub(super) fn format_of_part(part: &Field<'_>) -> Result<Format, Problem> {
     let by_name = || part.file_name().and_then(Format::of_file_name);
     Format::of_media_type(&kind).or_else(by_name).ok_or_else(|| {
         let detail =
-            "the field 'file' needs a content type, or a file name that ends with .ndjson, .jsonl, .csv or .json";
+            "the form field 'file' needs a content type, or a file name that ends with .ndjson, .jsonl, .csv or .json";
         Problem::new(Code::UnsupportedMediaType, detail).header(header::ACCEPT, Format::ACCEPTED)
     })
 }
@@ -384,8 +384,11 @@ fn check_length(state: &AppState, headers: &HeaderMap, more: u64) -> Result<(), 
 }
 
 fn wrong_type(kind: &str) -> Problem {
-    let found =
-        if kind.is_empty() { "none was sent".to_owned() } else { format!("'{}' is not supported", shortened(kind)) };
+    let found = if kind.is_empty() {
+        "no content type was sent".to_owned()
+    } else {
+        format!("the content type '{}' is not supported", shortened(kind))
+    };
     let detail =
         format!("send a content type of {}, or multipart/form-data with a field 'file' ({found})", Format::ACCEPTED);
     Problem::new(Code::UnsupportedMediaType, detail).header(header::ACCEPT, Format::ACCEPTED)

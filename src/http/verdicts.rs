@@ -150,13 +150,13 @@ pub(super) async fn summary_of(state: &AppState, job: JobId) -> Result<Option<Ve
 /// evaluation. The response comes immediately; `GET /verdicts/{id}` reports progress and the result. If an unfinished verdict on
 /// the same checkpoint with the same sampling exists, it is returned instead of a second one (200).
 #[utoipa::path(post, path = "/jobs/{id}/verdict", tag = "Verdicts",
-    params(("id" = JobId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
+    params(("id" = JobId, Path), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours")),
     request_body = VerdictDocument,
     responses(
         (status = 202, description = "Queued", body = Verdict),
         (status = 200, description = "The same verdict is already queued or running", body = Verdict),
-        (status = 404, description = "No such job, or it has no checkpoint", body = ProblemBody),
-        (status = 409, description = "The job has no evaluation, so there are no rows to compare on", body = ProblemBody),
+        (status = 404, description = "There is no such job, or it has no checkpoint", body = ProblemBody),
+        (status = 409, description = "The job has no evaluation, so there are no rows to compare the models on", body = ProblemBody),
         (status = 422, description = "The request is not valid", body = ProblemBody)))]
 async fn create_verdict(
     State(state): State<AppState>,
@@ -199,8 +199,8 @@ async fn begin(state: AppState, id: JobId, body: Value) -> Result<Answer, Proble
 
 /// Get the newest verdict of a job.
 #[utoipa::path(get, path = "/jobs/{id}/verdict", tag = "Verdicts", params(("id" = JobId, Path)), responses(
-    (status = 200, description = "The verdict, which may still be running", body = Verdict),
-    (status = 404, description = "No such job, or it has no verdict (`no_verdict`)", body = ProblemBody)))]
+    (status = 200, description = "The verdict, whose comparison may still be running", body = Verdict),
+    (status = 404, description = "There is no such job, or it has no verdict (`no_verdict`)", body = ProblemBody)))]
 async fn get_job_verdict(State(state): State<AppState>, Path(id): Path<JobId>) -> Result<Json<Verdict>, Problem> {
     state.store.job_get(id).await?;
     match state.store.task_newest(TaskKind::Verdict, id).await? {
@@ -217,7 +217,7 @@ async fn get_job_verdict(State(state): State<AppState>, Path(id): Path<JobId>) -
 /// Get a verdict by its id.
 #[utoipa::path(get, path = "/verdicts/{id}", tag = "Verdicts", params(("id" = VerdictId, Path)), responses(
     (status = 200, description = "The verdict", body = Verdict),
-    (status = 404, description = "No such verdict", body = ProblemBody)))]
+    (status = 404, description = "There is no such verdict", body = ProblemBody)))]
 async fn get_verdict(State(state): State<AppState>, Path(id): Path<VerdictId>) -> Result<Json<Verdict>, Problem> {
     Ok(Json(Verdict::of(state.store.task_get(TaskKind::Verdict, &id.to_string()).await?)?))
 }
@@ -237,8 +237,8 @@ struct RowQuery {
 
 /// List the rows of a verdict, with the texts of both models.
 #[utoipa::path(get, path = "/verdicts/{id}/rows", tag = "Verdicts", params(("id" = VerdictId, Path), RowQuery), responses(
-    (status = 200, description = "A page, in the order of the rows", body = List<VerdictRow>),
-    (status = 404, description = "No such verdict", body = ProblemBody)))]
+    (status = 200, description = "A page of the compared rows, in the order of the dataset", body = List<VerdictRow>),
+    (status = 404, description = "There is no such verdict", body = ProblemBody)))]
 async fn list_verdict_rows(
     State(state): State<AppState>,
     Path(id): Path<VerdictId>,
@@ -253,10 +253,10 @@ async fn list_verdict_rows(
 
 /// Cancel a verdict. A verdict that has ended stays as it is.
 #[utoipa::path(post, path = "/verdicts/{id}/cancel", tag = "Verdicts",
-    params(("id" = VerdictId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
+    params(("id" = VerdictId, Path), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key gets the same answer for 24 hours")),
     responses(
         (status = 200, description = "The verdict", body = Verdict),
-        (status = 404, description = "No such verdict", body = ProblemBody)))]
+        (status = 404, description = "There is no such verdict", body = ProblemBody)))]
 async fn cancel_verdict(
     State(state): State<AppState>,
     caller: Caller,

@@ -190,7 +190,8 @@ async fn read_url(state: &AppState, url: &str, errors: &mut Vec<FieldError>) -> 
         Err(error) => {
             let detail = match error {
                 OutgoingError::Credentials => {
-                    "must not contain a user name or password: messages are authenticated by their signature".into()
+                    "the URL must not contain a user name or password: messages are authenticated by their signature"
+                        .into()
                 }
                 error => error.to_string(),
             };
@@ -203,7 +204,7 @@ async fn read_url(state: &AppState, url: &str, errors: &mut Vec<FieldError>) -> 
 fn check(events: Option<&[MessageType]>, description: Option<&str>) -> Vec<FieldError> {
     let mut errors = Vec::new();
     if events.is_some_and(<[MessageType]>::is_empty) {
-        errors.push(item("/events", "required", "name at least one; omit the field for all"));
+        errors.push(item("/events", "required", "name at least one type of event; omit the field for all types"));
     }
     if description.is_some_and(|text| text.chars().count() > MAX_CHARS) {
         errors.push(item("/description", "too_long", format!("at most {MAX_CHARS} characters")));
@@ -249,11 +250,11 @@ fn sorted(mut types: Vec<MessageType>) -> Vec<MessageType> {
 /// `id.timestamp.body`), and a body `{type, timestamp, data}`. Any response but 2xx is retried after 5 s, 5 min, 30 min, 2 h, 5 h,
 /// 10 h, 14 h, 20 h and 24 h, with the same `webhook-id`; 410 disables the subscription.
 #[utoipa::path(post, path = "/webhooks", tag = "Webhooks", request_body = CreateWebhook,
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, except for the secret: only the first answer shows it")), responses(
+    params(("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours, except for the secret: only the first answer shows it")), responses(
     (status = 201, description = "Created", body = WithSecret, headers(("Location" = String, description = "Its path"))),
-    (status = 403, description = "Only an admin may subscribe to all owners' jobs", body = ProblemBody),
+    (status = 403, description = "Only a key with the scope admin may subscribe to the jobs of all owners", body = ProblemBody),
     (status = 409, description = "The owner already has 100 webhooks", body = ProblemBody),
-    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+    (status = 422, description = "A field of the request is not valid", body = ProblemBody)))]
 async fn create_webhook(
     State(state): State<AppState>,
     caller: Caller,
@@ -332,7 +333,7 @@ async fn get_webhook(State(state): State<AppState>, Path(id): Path<WebhookId>) -
 #[utoipa::path(patch, path = "/webhooks/{id}", tag = "Webhooks", request_body = PatchWebhook,
     params(("id" = WebhookId, Path, description = "The webhook")), responses(
     (status = 200, description = "The subscription", body = WebhookView),
-    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+    (status = 422, description = "A field of the request is not valid", body = ProblemBody)))]
 async fn patch_webhook(
     State(state): State<AppState>,
     Path(id): Path<WebhookId>,
@@ -377,10 +378,10 @@ struct Rotate {
 /// For a while messages also carry a signature with each older secret, so that receivers have time to switch, even if the secret
 /// is rotated again meanwhile.
 #[utoipa::path(post, path = "/webhooks/{id}/secret", tag = "Webhooks", request_body = Rotate,
-    params(("id" = WebhookId, Path, description = "The webhook"), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, except for the secret: only the first answer shows it")), responses(
+    params(("id" = WebhookId, Path, description = "The webhook"), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours, except for the secret: only the first answer shows it")), responses(
     (status = 200, description = "The subscription", body = WithSecret),
-    (status = 409, description = "10 older secrets are still valid", body = ProblemBody),
-    (status = 422, description = "A field is not valid", body = ProblemBody)))]
+    (status = 409, description = "Ten older secrets of the webhook are still valid", body = ProblemBody),
+    (status = 422, description = "A field of the request is not valid", body = ProblemBody)))]
 async fn rotate_secret(
     State(state): State<AppState>,
     caller: Caller,
@@ -397,7 +398,7 @@ async fn rotate(state: AppState, id: WebhookId, Rotate { secret, keep_old_s }: R
     let mut errors = Vec::new();
     let (secret, shown) = secret_of(secret, &mut errors)?;
     if keep_old_s.is_some_and(|seconds| seconds > 7 * OLD_SECRET_S) {
-        errors.push(item("/keep_old_s", "out_of_range", "at most a week: 604800"));
+        errors.push(item("/keep_old_s", "out_of_range", "the old secret may stay valid for at most a week: 604800"));
     }
     refuse(errors)?;
     let now = clock_ms();

@@ -89,7 +89,7 @@ async fn register(State(state): State<AppState>, Json(body): Json<Register>) -> 
     if let Err(problem) = same_protocol(protocol) {
         // A worker of another version is refused at each try, but logged only once.
         if state.refused_workers.is_new(worker) {
-            tracing::warn!(%worker, device, pid, version, "a worker is refused: {}", problem.detail());
+            tracing::warn!(%worker, device, pid, version, "the server refuses a worker: {}", problem.detail());
         }
         return Err(problem);
     }
@@ -104,10 +104,11 @@ fn same_protocol(theirs: u32) -> Result<(), Problem> {
     let ours = env!("CARGO_PKG_VERSION");
     let (age, advice) = match theirs.cmp(&PROTOCOL) {
         std::cmp::Ordering::Equal => return Ok(()),
-        std::cmp::Ordering::Less => ("older", format!("update the worker to the rlood of the server ({ours})")),
-        std::cmp::Ordering::Greater => {
-            ("newer", format!("update and restart the server, or run the worker with its rlood ({ours})"))
-        }
+        std::cmp::Ordering::Less => ("older", format!("update the worker to the server's version of rlood ({ours})")),
+        std::cmp::Ordering::Greater => (
+            "newer",
+            format!("update and restart the server, or run the worker with the server's version of rlood ({ours})"),
+        ),
     };
     let detail =
         format!("the worker is {age} than the server (worker protocol {theirs}, the server's is {PROTOCOL}): {advice}");
@@ -232,7 +233,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
     };
     let usable = match (model, python_rewards::withdrawn(&state.config.python_rewards, &plan)) {
         (_, Some(why)) => {
-            let suggestion = "ask the operator for --python-rewards with the folder of the file, then retry the job";
+            let suggestion = "ask the operator to start the server with --python-rewards and the folder of the reward's file, then retry the job";
             Err(failed("python_rewards_off", why, suggestion))
         }
         (None, None) => {
@@ -436,7 +437,7 @@ async fn upload_file(
     let announced: u64 =
         request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok()).unwrap_or(0);
     if !has_room(&state, job, announced).await? {
-        return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this file"));
+        return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this uploaded file"));
     }
     // The storage limit does not apply to a checkpoint that was saved because the job was asked to stop: its progress must not
     // be lost.
@@ -470,7 +471,10 @@ async fn publish_checkpoint(
     let Publish { attempt, files, metrics, temporary } = body;
     state.store.claim_check(job, attempt).await?;
     if !files.iter().any(|file| file.name == "manifest.json") {
-        return Err(Problem::new(Code::InvalidBody, "a checkpoint has a manifest.json: upload and list it too"));
+        return Err(Problem::new(
+            Code::InvalidBody,
+            "every checkpoint needs a manifest.json: upload and list this file too",
+        ));
     }
     let checkpoint = PublishCheckpoint { job, attempt, step, files: &files, metrics: &metrics, temporary };
     let checkpoint = publish::publish_checkpoint(&state.store, &state.files, checkpoint, clock_ms()).await?;

@@ -32,7 +32,10 @@ impl<T> Stalling<T> {
         let patience = self.patience.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + limit)));
         match patience.as_mut().poll(context) {
             Poll::Pending => Poll::Pending,
-            Poll::Ready(()) => Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client does not read"))),
+            Poll::Ready(()) => Poll::Ready(Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "the client does not read the server's response",
+            ))),
         }
     }
 }

@@ -67,7 +67,8 @@ pub(super) fn read(body: &Value, max_samples: usize) -> Result<Option<Asked>, Re
         Some((_, Some("reward.ping"))) => return Ok(None),
         Some((_, Some("reward.score.request"))) => read_contract(body)?,
         Some((kind, _)) => {
-            let detail = format!("unknown type {kind}: must be reward.score.request or reward.ping");
+            let detail =
+                format!("the request has the unknown type {kind}: must be reward.score.request or reward.ping");
             return Err(unprocessable("unknown_type", detail));
         }
         None if body.get("query").is_some() => read_openrlhf(body)?,

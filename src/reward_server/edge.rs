@@ -84,7 +84,7 @@ impl Edge {
         let foreign_site = text(HeaderName::from_static("sec-fetch-site"))
             .is_some_and(|site| !["same-origin", "none"].contains(&site));
         if *request.method() != Method::GET && (foreign_site || text(header::ORIGIN).is_some_and(is_foreign)) {
-            let detail = "a web page of another origin may not use the model";
+            let detail = "a web page of another origin may not use the reward model";
             return Err(Refusal::new(StatusCode::FORBIDDEN, "foreign_page", detail));
         }
         Ok(())
@@ -128,7 +128,7 @@ impl Edge {
         tokio::select! {
             biased;
             held = self.collect(request, &place) => held,
-            () = place.lost() => Err(busy("too many requests are arriving, and this one is the oldest of its address")),
+            () = place.lost() => Err(busy("too many requests are arriving, and this one is the oldest of its client address")),
         }
     }
 
@@ -143,11 +143,11 @@ impl Edge {
             let allowed = GRACE + Duration::from_secs(bytes.len() as u64 / MIN_BYTES_PER_S);
             let until = (begun + allowed.min(MAX_DURATION)).min(Instant::now() + MAX_PAUSE);
             let piece = tokio::time::timeout_at(until, pieces.next()).await.map_err(|_| {
-                Refusal::new(StatusCode::REQUEST_TIMEOUT, "too_slow", "the body took too long to arrive")
+                Refusal::new(StatusCode::REQUEST_TIMEOUT, "too_slow", "the request's body took too long to arrive")
             })?;
             let Some(piece) = piece else { break };
             let piece = piece.map_err(|_| {
-                Refusal::new(StatusCode::BAD_REQUEST, "interrupted", "the body could not be read to its end")
+                Refusal::new(StatusCode::BAD_REQUEST, "interrupted", "the request's body could not be read to its end")
             })?;
             let length = bytes.len() + piece.len();
             if length as u64 > BODY_LIMIT_BYTES {
@@ -203,7 +203,8 @@ fn not_signed(error: signature::Rejected) -> Refusal {
 }
 
 fn too_large() -> Refusal {
-    let detail = format!("the body must be at most {BODY_LIMIT_BYTES} bytes: send fewer samples in one request");
+    let detail =
+        format!("the request's body must be at most {BODY_LIMIT_BYTES} bytes: send fewer samples in one request");
     Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", detail)
 }
 

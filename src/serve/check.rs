@@ -69,15 +69,17 @@ pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
 fn check_data(dir: &Path) -> Result<String, String> {
     if dir.try_exists().map_err(|error| format!("{} cannot be read: {error}", dir.display()))? {
         DataDir::open(dir).map_err(|error| with_cause(&error))?;
-        return Ok(format!("{}, and no other server uses it", dir.display()));
+        return Ok(format!("{} exists, and no other server uses it", dir.display()));
     }
     let absolute = std::path::absolute(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
     let Some(parent) = absolute.ancestors().find(|ancestor| ancestor.exists()) else {
-        return Err(format!("{}: no directory above it exists", dir.display()));
+        return Err(format!("the data directory {} cannot be created: no directory above it exists", dir.display()));
     };
     match tempfile::tempfile_in(parent) {
-        Ok(_) => Ok(format!("{}, to be created", dir.display())),
-        Err(error) => Err(format!("{} cannot be created: {error}; choose another --data-dir", dir.display())),
+        Ok(_) => Ok(format!("{} does not exist yet: the server will create it", dir.display())),
+        Err(error) => {
+            Err(format!("the data directory {} cannot be created: {error}; choose another --data-dir", dir.display()))
+        }
     }
 }
 
@@ -95,9 +97,12 @@ fn check_disk(config: &ServeConfig) -> Result<String, String> {
     let free = free_bytes(&dir).map_err(|error| with_cause(&error))?;
     let (free_mib, reserve) = (free >> 20, config.edge.disk_reserve_bytes);
     if free < reserve {
-        return Err(format!("{free_mib} MiB free, less than --disk-reserve ({} MiB): jobs would pause", reserve >> 20));
+        return Err(format!(
+            "the disk has {free_mib} MiB free, less than --disk-reserve ({} MiB): jobs would pause",
+            reserve >> 20
+        ));
     }
-    Ok(format!("{free_mib} MiB free; jobs pause below {} MiB", reserve >> 20))
+    Ok(format!("the disk has {free_mib} MiB free; jobs pause below {} MiB", reserve >> 20))
 }
 
 /// Opens the database without upgrading its schema. Returns None if the data directory has no database.
@@ -117,8 +122,8 @@ async fn check_database(database: &Result<Option<Store>, String>) -> Result<Stri
         store.is_current().await
     };
     match checked.await.map_err(|error| with_cause(&error))? {
-        true => Ok("intact, current version".to_owned()),
-        false => Ok("intact, from an older rlood: the next start upgrades it".to_owned()),
+        true => Ok("the database is intact and has the current version".to_owned()),
+        false => Ok("the database is intact, but from an older rlood: the next start upgrades it".to_owned()),
     }
 }
 
@@ -145,27 +150,29 @@ fn check_keys(config: &ServeConfig, keys: &Result<Option<u64>, String>) -> Resul
     match (config.api_key.is_some(), usable) {
         (false, 0) if !config.listen.ip().is_loopback() => Err(no_key_for(config.listen).to_string()),
         (false, 0) if keys.is_some() => {
-            Ok("no valid key, so every request would be refused: create one with `rlood keys create`".to_owned())
+            Ok("no API key is valid, so every request would be refused: create one with `rlood keys create`".to_owned())
         }
-        (false, 0) => Ok("none: loopback only, every local request is allowed".to_owned()),
-        (true, usable) => Ok(format!("RLOOD_API_KEY, and {usable} of `rlood keys`")),
+        (false, 0) => {
+            Ok("no API key exists, and the server listens on loopback only: every local request is allowed".to_owned())
+        }
+        (true, usable) => Ok(format!("the key RLOOD_API_KEY, and {usable} valid keys of `rlood keys`")),
         (false, usable) => Ok(format!("{usable} of `rlood keys`")),
     }
 }
 
 fn describe_memory(config: &ServeConfig) -> String {
     match config.memory_per_worker() {
-        Some(bytes) => format!("{} MiB a cpu worker", bytes >> 20),
+        Some(bytes) => format!("each cpu worker may use {} MiB", bytes >> 20),
         None => "no limit".to_owned(),
     }
 }
 
 fn describe_devices(config: &ServeConfig) -> String {
     if config.devices.is_empty() {
-        return "none: only workers started separately".to_owned();
+        return "no devices: only workers that are started separately run jobs".to_owned();
     }
     let names: Vec<String> = config.devices.iter().map(ToString::to_string).collect();
-    format!("{}, {} compute threads each", names.join(", "), config.threads_per_worker())
+    format!("workers on {}, {} compute threads each", names.join(", "), config.threads_per_worker())
 }
 
 /// The instruction set of the CPU kernels.
@@ -173,7 +180,11 @@ fn check_kernels(config: &ServeConfig) -> Result<String, String> {
     let isa = Isa::choose(config.isa.as_str()).map_err(|error| format!("--isa: {error}"))?;
     let available: Vec<&str> = Isa::available().map(Isa::name).collect();
     let refused = Isa::refused().map_or(String::new(), |why| format!("; no amx: {why}"));
-    Ok(format!("{isa}; this machine has {}{refused}", available.join(", ")))
+    let gain = Isa::bf16_gain().map_or(String::new(), |gain| {
+        let least = Isa::MIN_BF16_GAIN;
+        format!("; avx512_bf16 is {gain:.2} times as fast as avx512 (auto uses it if this is at least {least})")
+    });
+    Ok(format!("the CPU kernels use {isa}; this machine supports {}{gain}{refused}", available.join(", ")))
 }
 
 /// Opens the pool's GPUs, so that their kernels are loaded; lists other GPUs.
@@ -187,27 +198,29 @@ fn check_gpus(config: &ServeConfig) -> Result<String, String> {
         });
     }
     match gpu::list() {
-        Ok(gpus) if gpus.is_empty() => Ok("no GPU used; the driver lists none".to_owned()),
+        Ok(gpus) if gpus.is_empty() => Ok("the server uses no GPU; the driver lists none".to_owned()),
         Ok(gpus) => {
             let names: Vec<String> = gpus.iter().map(ToString::to_string).collect();
-            Ok(format!("no GPU used; available: {}", names.join("; ")))
+            Ok(format!("the server uses no GPU; available are {}", names.join("; ")))
         }
-        Err(why) => Ok(format!("no GPU used; {why}")),
+        Err(why) => Ok(format!("the server uses no GPU; {why}")),
     }
 }
 
 fn check_outgoing(allowed: &[String]) -> Result<String, String> {
     OutgoingPolicy::parse(allowed).map_err(|error| format!("--allow-outgoing: {error}"))?;
     if allowed.is_empty() {
-        return Ok("public addresses only".to_owned());
+        return Ok("the server connects to public addresses only".to_owned());
     }
-    Ok(format!("public addresses, and {}", allowed.join(", ")))
+    Ok(format!("the server connects to public addresses, and to {}", allowed.join(", ")))
 }
 
 async fn check_address(config: &ServeConfig) -> Result<String, String> {
     match tokio::net::TcpListener::bind(config.listen).await {
         Ok(_) => Ok(format!("{} is free", config.listen)),
-        Err(error) => Err(format!("{} cannot be used: {error}; choose another --listen address", config.listen)),
+        Err(error) => {
+            Err(format!("the address {} cannot be used: {error}; choose another --listen address", config.listen))
+        }
     }
 }
 

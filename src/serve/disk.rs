@@ -39,7 +39,10 @@ impl DiskWatch {
     pub(super) async fn check(&mut self, store: &Store, files: &DataDir, now: i64) {
         let Ok(free) = files.free_bytes() else { return };
         if let Err(error) = self.apply(store, free, now).await {
-            tracing::error!(error = with_causes(&error), "could not check the disk reserve");
+            tracing::error!(
+                error = with_causes(&error),
+                "could not pause or resume jobs by the free disk space (--disk-reserve)"
+            );
         }
     }
 
@@ -55,10 +58,10 @@ impl DiskWatch {
             // The flag is set before jobs are paused, so that no queued job is handed to a worker in the meantime.
             if !self.low.swap(true, Ordering::Relaxed) {
                 let reserve = self.reserve_bytes;
-                tracing::warn!(free, reserve, "the disk is nearly full: jobs pause until space is free");
+                tracing::warn!(free, reserve, "the server's disk is nearly full: jobs pause until space is free");
             }
             for job in store.jobs_pause_disk_full(now).await? {
-                tracing::warn!(%job, "paused: the disk is nearly full");
+                tracing::warn!(%job, "the job is paused: the server's disk is nearly full");
             }
             return Ok(());
         }
@@ -78,7 +81,7 @@ impl DiskWatch {
             }
             if store.job_resume_from_disk(job, now).await? {
                 self.resumed.insert(job, (now, times + 1));
-                tracing::info!(%job, free, "the disk has free space again: the job resumes");
+                tracing::info!(%job, free, "the server's disk has free space again: the job resumes");
             }
         }
         Ok(())

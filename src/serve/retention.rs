@@ -69,7 +69,7 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
             if let Ok(Err(error)) = swept.await {
                 tracing::warn!(
                     error = chain(&error),
-                    "could not remove a checkpoint's files; the next start removes them"
+                    "could not remove the files of a checkpoint; the server removes them at its next start"
                 );
             }
         }
@@ -98,7 +98,7 @@ async fn remove_unused(store: &Store, files: &DataDir, rules: GcRules) -> Result
     for GcItem { kind, name, removal, .. } in gc::unused(store, files, rules).await? {
         let Some(removal) = removal else { continue };
         if gc::remove(store, files, &removal).await? {
-            tracing::info!(%kind, name, "removed: unused for longer than its retention time");
+            tracing::info!(%kind, name, "a dataset or model was removed: it was unused for longer than its retention time");
         }
     }
     Ok(())

@@ -131,6 +131,7 @@ async fn job_with_checkpoint(server: &Server, files: &[(&str, &[u8])]) -> (JobId
         version: "0".into(),
         child: false,
         protocol: PROTOCOL,
+        kernels: None,
     };
     let store = &server.state.store;
     store.worker_register(&register, clock_ms()).await.unwrap();

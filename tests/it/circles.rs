@@ -14,7 +14,7 @@ const PERMITTED: &[(&str, &[&str])] = &[
         &["ahead", "checkpoint", "refill", "relief", "report", "rollouts", "run", "scoring", "step", "watch"],
     ),
     ("crates/engine", &["backend::cuda", "backend::flat"]),
-    ("crates/kernels", &["amx", "gemm", "isa", "rows"]),
+    ("crates/kernels", &["amx", "dpbf16", "gemm", "isa", "rows"]),
     (
         "crates/store",
         &[

@@ -146,14 +146,14 @@ fn what_a_gpu_lacks_is_said_before_a_server_starts() {
     assert!(output.status.success() && line.starts_with("ok") && line.contains("compute capability 9.0"), "{line}");
     for (device, name, value, said) in [
         ("cuda:1", "RLOOD_FAKE_CUDA_GPUS", "1", "there is no cuda:1: the driver shows 1 GPUs"),
-        ("cuda:0", "RLOOD_FAKE_CUDA_GPUS", "0", "it sees no GPU"),
+        ("cuda:0", "RLOOD_FAKE_CUDA_GPUS", "0", "the driver sees no GPU"),
         ("cuda:0", "RLOOD_FAKE_CUDA_VERSION", "11080", "the NVIDIA driver supports CUDA 11.8, 1"),
         ("cuda:0", "RLOOD_FAKE_CUDA_FAIL", "cuInit:1:803", "the NVIDIA driver did not start"),
         (
             "cuda:0",
             "RLOOD_FAKE_CUDA_FAIL",
             "cuDevicePrimaryCtxRetain:1:2",
-            "its memory is full, other processes use it",
+            "the GPU's memory is full, other processes use it",
         ),
         (
             "cuda:0",

@@ -135,7 +135,7 @@ async fn keys_that_no_step_has_are_named_with_those_there_are() {
     server.report(id, attempt, 0, vec![step(1, SamplePhase::Train, &[("reward", Some(0.5)), ("kl", None)])]).await;
     let answer = server.get(&path).await;
     assert_eq!(answer.body["data"], json!([{"step": 1, "reward": 0.5}]));
-    assert_eq!(answer.body["warnings"], json!(["no step so far has 'nope'; there are: kl, reward"]));
+    assert_eq!(answer.body["warnings"], json!(["no step of the job has the metric 'nope' so far; it has: kl, reward"]));
 }
 
 #[tokio::test]

@@ -31,7 +31,9 @@ async fn errors_in_a_log_of_json_have_their_causes() {
         // The last line may be incomplete.
         let text = std::fs::read_to_string(&log).unwrap();
         let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
-        let found = lines(whole).into_iter().find(|line| line["fields"]["message"] == "the outbox cannot be read");
+        let found = lines(whole)
+            .into_iter()
+            .find(|line| line["fields"]["message"] == "the queued webhook messages cannot be read");
         if let Some(line) = found {
             break line["fields"]["error"].as_str().unwrap().to_owned();
         }

@@ -339,7 +339,9 @@ async fn a_flag_that_cannot_be_used_says_which_and_no_secret_is_repeated() {
         change(&mut args);
         async move { examine(&args, false).await.unwrap_err().to_string() }
     };
-    assert!(refused(|args| args.secret = Some("hunter2".to_owned())).await.contains("secret: must be 'whsec_'"));
+    assert!(
+        refused(|args| args.secret = Some("hunter2".to_owned())).await.contains("secret: a secret must be 'whsec_'")
+    );
     assert!(!refused(|args| args.secret = Some("hunter2".to_owned())).await.contains("hunter2"));
     assert!(refused(|args| args.headers = vec!["authorization hunter2".to_owned()]).await.contains("no colon"));
     assert!(!refused(|args| args.headers = vec!["authorization hunter2".to_owned()]).await.contains("hunter2"));

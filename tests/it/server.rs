@@ -123,6 +123,7 @@ impl Server {
             version: "0".to_owned(),
             child: false,
             protocol: PROTOCOL,
+            kernels: None,
         };
         self.state.store.worker_register(&register, clock_ms()).await.unwrap();
         self.state.store.job_claim(worker, clock_ms(), 30_000).await.unwrap().unwrap()

@@ -89,10 +89,10 @@ test("a refused request shows its error, and a running one can be stopped", { ti
     await page.route("**/generate", async (route) => {
       if (!isFirst) return new Promise(() => {});
       isFirst = false;
-      await route.fulfill({ status: 429, contentType: "application/problem+json", headers: { "retry-after": "5" }, body: JSON.stringify({ title: "Too many requests", detail: "another generate request is running; try again when it has finished", code: "too_many_requests", status: 429, errors: [] }) });
+      await route.fulfill({ status: 429, contentType: "application/problem+json", headers: { "retry-after": "5" }, body: JSON.stringify({ title: "Too many requests", detail: "another request to generate completions is running; try again when it has finished", code: "too_many_requests", status: 429, errors: [] }) });
     });
     await page.getByRole("button", { name: "Generate with both models" }).click();
-    await page.getByText("another generate request is running").waitFor();
+    await page.getByText("another request to generate completions is running").waitFor();
     await page.getByRole("button", { name: "Generate with both models" }).click();
     await page.getByRole("button", { name: "Generating…" }).waitFor();
     await page.getByRole("button", { name: "Stop" }).click();

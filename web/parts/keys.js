@@ -12,7 +12,7 @@ import { ProblemBox } from "./problem.js";
 import { Table } from "./table.js";
 import { Ago } from "./text.js";
 
-const SCOPES = [["read", "view jobs, datasets and models"], ["submit", "also create, control and delete them"], ["admin", "everything, for all owners, including keys"], ["worker", "only connect worker processes (rlood worker)"]];
+const SCOPES = [["read", "view jobs, datasets and models"], ["submit", "also create, control and delete jobs"], ["admin", "everything, for all owners, including keys"], ["worker", "only connect worker processes (rlood worker)"]];
 const SCOPE_OPTIONS = SCOPES.map(([scope, meaning]) => [scope, html`<b>${scope}</b> <span class="dim">${meaning}</span>`]);
 /** Lifetimes in seconds, with their texts. */
 const LIFETIMES = [["", "never"], [86_400, "in 1 day"], [7 * 86_400, "in 7 days"], [90 * 86_400, "in 90 days"], [366 * 86_400, "in 1 year"]];

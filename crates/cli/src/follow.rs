@@ -158,7 +158,7 @@ pub async fn detached<T>(
     tokio::select! {
         done = work => done,
         pressed = tokio::signal::ctrl_c() => {
-            pressed.map_err(CliError::local("listen for Ctrl-C"))?;
+            pressed.map_err(CliError::local("listen for the signal of Ctrl-C"))?;
             Err(CliError::Interrupted(format!(
                 "detached, {still_running}: follow {0} again with `rlood {again} {names}`, or cancel {0} with `rlood cancel {names}`",
                 if ids.len() == 1 { "it" } else { "them" }
@@ -190,7 +190,7 @@ pub async fn interruptible<T>(again: &str, work: impl Future<Output = Result<T, 
     tokio::select! {
         done = work => done,
         pressed = tokio::signal::ctrl_c() => {
-            pressed.map_err(CliError::local("listen for Ctrl-C"))?;
+            pressed.map_err(CliError::local("listen for the signal of Ctrl-C"))?;
             Err(CliError::Interrupted(format!("detached, the server keeps working: continue with `{again}`")))
         }
     }

@@ -44,7 +44,8 @@ impl JobFile {
                 MAX_BYTES >> 20
             )));
         }
-        let text = String::from_utf8(bytes).map_err(|_| CliError::Usage(format!("{shown} is not UTF-8")))?;
+        let text =
+            String::from_utf8(bytes).map_err(|_| CliError::Usage(format!("the job file {shown} is not UTF-8")))?;
         let format = if is_stdin { format_of(&text) } else { Format::of_file_name(&path.to_string_lossy()) };
         let document = format.read(&text).map_err(|error| CliError::Usage(format!("{shown}: {error}")))?;
         let folder = if is_stdin { PathBuf::new() } else { path.parent().unwrap_or(Path::new("")).to_owned() };

@@ -100,10 +100,10 @@ impl Out {
         }
         let _ = write!(std::io::stderr(), "{question} [y/N] ");
         let mut answer = String::new();
-        std::io::stdin().read_line(&mut answer).map_err(CliError::local("read the answer to the confirmation"))?;
+        std::io::stdin().read_line(&mut answer).map_err(CliError::local("read the answer to the question"))?;
         match answer.trim().to_ascii_lowercase().as_str() {
             "y" | "yes" => Ok(()),
-            _ => Err(CliError::Usage("not confirmed; nothing was changed".to_owned())),
+            _ => Err(CliError::Usage("the command was not confirmed; nothing was changed".to_owned())),
         }
     }
 

@@ -120,15 +120,16 @@ impl Target {
 fn key_of(profile: &Profile) -> Result<Option<String>, CliError> {
     let Some(command) = &profile.key_command else { return Ok(profile.key.clone()) };
     let output = Command::new("sh").args(["-c", command]).stderr(Stdio::inherit()).stdin(Stdio::inherit()).output();
-    let failed = |why: String| CliError::Usage(format!("the profile's key_command '{command}' {why}"));
-    let output = output.map_err(|error| failed(format!("cannot be run: {error}")))?;
+    let failed = |why: String| CliError::Usage(format!("the profile's key_command '{command}' cannot be used: {why}"));
+    let output = output.map_err(|error| failed(format!("the command cannot be run: {error}")))?;
     if !output.status.success() {
-        return Err(failed(format!("failed: {}", output.status)));
+        return Err(failed(format!("the command failed: {}", output.status)));
     }
-    let text = String::from_utf8(output.stdout).map_err(|_| failed("printed text that is not UTF-8".to_owned()))?;
+    let text = String::from_utf8(output.stdout)
+        .map_err(|_| failed("the command printed text that is not UTF-8".to_owned()))?;
     let key = text.lines().next().map(str::trim).filter(|key| !key.is_empty());
     key.map(|key| Some(key.to_owned()))
-        .ok_or_else(|| failed("printed nothing; the first line must be the API key".to_owned()))
+        .ok_or_else(|| failed("the command printed nothing; its first line must be the API key".to_owned()))
 }
 
 /// Returns whether a server's address is a loopback address, so that the server runs on this machine.

@@ -29,7 +29,7 @@ pub fn is_downloaded(target: &Path, files: &[FileEntry]) -> Result<bool, CliErro
         let found = hash_of(&target.join(&file.name));
         if found.ok() != Some((file.sha256, file.size_bytes)) {
             return Err(CliError::Usage(format!(
-                "{} exists with different content: choose another folder with -o, or remove it",
+                "the folder {} exists with different content: choose another folder with -o, or remove this one",
                 target.display()
             )));
         }
@@ -80,7 +80,7 @@ impl Staging {
     /// Fails when the folder cannot be created.
     pub fn beside(target: &Path, content: &str) -> Result<Self, CliError> {
         let Some(name) = target.file_name() else {
-            return Err(CliError::Usage(format!("-o {}: must name a folder", target.display())));
+            return Err(CliError::Usage(format!("-o {}: the path must name a folder", target.display())));
         };
         let path = target.with_file_name(format!(".{}.{content}.part", name.to_string_lossy()));
         std::fs::create_dir_all(&path).map_err(CliError::local(format!("create the folder {}", path.display())))?;

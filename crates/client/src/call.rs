@@ -92,7 +92,7 @@ impl Client {
     /// Returns the response's text.
     pub(crate) async fn text(&self, call: Call) -> Result<String, Error> {
         let answer = self.answer(&call).await?;
-        String::from_utf8(answer.body.into()).map_err(|_| call.not_understood("the response is not UTF-8"))
+        String::from_utf8(answer.body.into()).map_err(|_| call.not_understood("the server's response is not UTF-8"))
     }
 
     /// Sends a request until it succeeds or fails permanently, and reads the whole response.
@@ -208,8 +208,9 @@ impl Call {
 
     /// Sends this token as the credential instead of the client's key.
     pub(crate) fn bearer(self, token: &str) -> Result<Self, Error> {
-        let mut value = HeaderValue::try_from(format!("Bearer {token}"))
-            .map_err(|_| Error::Settings("the token has characters that are not allowed in a header".to_owned()))?;
+        let mut value = HeaderValue::try_from(format!("Bearer {token}")).map_err(|_| {
+            Error::Settings("the bearer token has characters that are not allowed in an HTTP header".to_owned())
+        })?;
         value.set_sensitive(true);
         Ok(Self { authorization: Some(value), ..self })
     }

@@ -128,13 +128,14 @@ impl ClientBuilder {
     /// Fails if the address is not an http or https URL, a certificate cannot be read, or the key is not valid in a header.
     pub fn build(self) -> Result<Client, Error> {
         let Self { server, api_key, retry, timeout, stall_timeout, with_proxy, root_certificates } = self;
-        let base = Url::parse(&server).map_err(|error| Error::Settings(format!("'{server}' is not a URL: {error}")))?;
+        let base = Url::parse(&server)
+            .map_err(|error| Error::Settings(format!("the server's address '{server}' is not a URL: {error}")))?;
         if !matches!(base.scheme(), "http" | "https") || base.cannot_be_a_base() {
-            return Err(Error::Settings(format!("'{server}' is neither http:// nor https://")));
+            return Err(Error::Settings(format!("the server's address '{server}' is neither http:// nor https://")));
         }
         let authorization = api_key.map(|key| {
             let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
-                Error::Settings("the API key has characters that are not allowed in a header".to_owned())
+                Error::Settings("the API key has characters that are not allowed in an HTTP header".to_owned())
             })?;
             value.set_sensitive(true);
             Ok(value)
@@ -183,7 +184,7 @@ fn tls_config(pem: &[u8]) -> Result<rustls::ClientConfig, Error> {
     }
     Ok(rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
-        .expect("ring's provider supports the default protocol versions")
+        .expect("the crypto provider of ring supports the default TLS versions")
         .with_root_certificates(roots)
         .with_no_client_auth())
 }

@@ -174,7 +174,7 @@ impl Part {
         let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let (folder, name) = (folder.to_owned(), name.to_owned());
         let mut part = Self { folder, name, tag: None, opened: None, size_bytes: 0, hash: Sha256::new() };
-        let doing = format!("read the folder {}", part.folder.display());
+        let doing = format!("read the download folder {}", part.folder.display());
         let unreadable = || Error::disk(doing.clone());
         let mut entries = tokio::fs::read_dir(&part.folder).await.map_err(unreadable())?;
         let prefix = format!(".{}.", part.name);
@@ -197,7 +197,8 @@ impl Part {
         let failed = || Error::disk(format!("write {}", path.display()));
         let file = File::options().read(true).write(true).create(true).truncate(false).open(&path).await;
         let file = file.map_err(failed())?.into_std().await;
-        let another = |source| Error::disk(format!("write {}: another download is writing it", path.display()))(source);
+        let another =
+            |source| Error::disk(format!("write the file {}: another download is writing it", path.display()))(source);
         file.try_lock().map_err(|error| match error {
             TryLockError::Error(source) => failed()(source),
             TryLockError::WouldBlock => another(error.into()),

@@ -44,7 +44,7 @@ pub enum Error {
         source: Option<reqwest::Error>,
     },
     /// No byte arrived for too long.
-    #[error("{request}: nothing arrived for {} s", .limit.as_secs_f64())]
+    #[error("{request}: no data arrived from the server for {} s", .limit.as_secs_f64())]
     Stalled {
         /// Method and path of the request.
         request: String,

@@ -246,7 +246,9 @@ impl Source {
             let stall = self.client.inner.stall_timeout;
             let error = match timeout(stall, connection.response.chunk()).await {
                 Ok(Ok(Some(piece))) if connection.parser.push(&piece) => continue,
-                Ok(Ok(Some(_))) => return Err(self.call.not_understood("an event of the stream is too long")),
+                Ok(Ok(Some(_))) => {
+                    return Err(self.call.not_understood("an event of the server's event stream is too long"));
+                }
                 Ok(Ok(None)) => self.call.interrupted(None),
                 Ok(Err(error)) => self.call.interrupted(Some(error)),
                 Err(_) => self.call.stalled(stall),

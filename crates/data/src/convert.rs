@@ -257,7 +257,7 @@ impl<'p> Pass<'p> {
             .map_err(|error| rejected(in_file(source, error)))?;
         }
         if self.options.cancelled.load(Ordering::Relaxed) && self.num_errors == 0 {
-            self.error(whole("cancelled", "the conversion was cancelled".to_owned()));
+            self.error(whole("cancelled", "the conversion of the dataset was cancelled".to_owned()));
         }
         if self.num_errors == 0 && self.rows_read > 0 {
             self.check_names();
@@ -276,7 +276,7 @@ impl<'p> Pass<'p> {
         take: &mut dyn FnMut(Value) -> Result<Flow, RowError>,
     ) -> Flow {
         if self.options.cancelled.load(Ordering::Relaxed) {
-            self.error(whole("cancelled", "the conversion was cancelled".to_owned()));
+            self.error(whole("cancelled", "the conversion of the dataset was cancelled".to_owned()));
             return Flow::Enough;
         }
         if (self.is_late)() {
@@ -338,7 +338,8 @@ impl<'p> Pass<'p> {
         if !hopeless {
             return Flow::More;
         }
-        let detail = format!("not one of the first {} rows can be used: the rest was not read", self.rows_read);
+        let detail =
+            format!("none of the first {} rows of the file can be used: the rest was not read", self.rows_read);
         self.errors.push(whole("not_read_further", detail));
         Flow::Enough
     }

@@ -73,7 +73,9 @@ impl Text {
                 }
                 let known = row.contains_key(column_of_path(path));
                 let why = match known {
-                    true => format!("'{}' does not exist in the column '{}'", shorten(path), column_of_path(path)),
+                    true => {
+                        format!("the path '{}' does not exist in the column '{}'", shorten(path), column_of_path(path))
+                    }
                     false => unknown(column_of_path(path), row.keys().map(String::as_str)),
                 };
                 wrong("unknown_column", format!("{at}: {why}"))

@@ -66,6 +66,10 @@ pub struct TrainerState {
     pub skipped_in_a_row: u32,
     /// The step after which the last evaluation ran.
     pub evaluated_step: Option<u64>,
+    /// Instruction set of the CPU kernels that computed the run, as in `--isa`; null on other devices, and in
+    /// checkpoints of versions before this field. Another instruction set gives results with other bits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub isa: Option<String>,
     /// Metrics of the last step, without durations.
     pub step_metrics: Metrics,
     /// Metrics of the last evaluation, without durations.
@@ -196,7 +200,7 @@ pub fn verify(dir: &Path) -> Result<()> {
     let manifest: Manifest = from_json(dir, MANIFEST)?;
     if manifest.format != FORMAT {
         return Err(EngineError::Checkpoint(format!(
-            "the format of its manifest is {}, not {FORMAT}",
+            "the format of the checkpoint's manifest is {}, not {FORMAT}",
             manifest.format
         )));
     }
@@ -204,7 +208,7 @@ pub fn verify(dir: &Path) -> Result<()> {
     let weights: &[&str] = if names(full::WEIGHTS) { &["config.json"] } else { &[lora::CONFIG, lora::WEIGHTS] };
     for needed in [STATE, OPTIMIZER].iter().chain(weights) {
         if !names(needed) {
-            return Err(EngineError::Checkpoint(format!("the manifest does not name {needed}")));
+            return Err(EngineError::Checkpoint(format!("the checkpoint's manifest does not name {needed}")));
         }
     }
     for file in &manifest.files {
@@ -212,7 +216,10 @@ pub fn verify(dir: &Path) -> Result<()> {
             return Err(EngineError::Checkpoint(format!("{} is missing", file.name)));
         }
         if entry(dir, &file.name)? != *file {
-            return Err(EngineError::Checkpoint(format!("{} differs from its manifest", file.name)));
+            return Err(EngineError::Checkpoint(format!(
+                "{} differs from its entry in the checkpoint's manifest",
+                file.name
+            )));
         }
     }
     Ok(())
@@ -224,7 +231,7 @@ pub fn read(dir: &Path, plan: &Plan) -> Result<Restored> {
     let state: TrainerState = from_json(dir, STATE)?;
     if state.plan_sha256 != plan_sha256(plan) {
         return Err(EngineError::Checkpoint(
-            "it was written by a run with another model, dataset, lora, warm start, warm-up, optimizer, dtype, batch or seed; start a new job instead".into(),
+            "the checkpoint was written by a run with another model, dataset, lora, warm start, warm-up, optimizer, dtype, batch or seed; start a new job instead".into(),
         ));
     }
     let moments = read_moments(&dir.join(OPTIMIZER), plan.optimizer.kind)?;

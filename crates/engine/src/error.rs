@@ -47,7 +47,7 @@ pub enum EngineError {
         what: String,
     },
     /// The base model itself holds or computes NaN or infinite values: training cannot work.
-    #[error("the base model is not finite: {what}")]
+    #[error("the base model computes values that are not finite: {what}")]
     ModelNotFinite {
         /// Names the value in which the problem appeared.
         what: String,

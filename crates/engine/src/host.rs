@@ -110,7 +110,7 @@ pub enum RunEnd {
     #[error(transparent)]
     Failed(#[from] EngineError),
     /// The engine's thread panicked. The engine itself never returns this.
-    #[error("the engine panicked")]
+    #[error("the training engine panicked")]
     Panicked,
 }
 

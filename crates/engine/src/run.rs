@@ -6,6 +6,7 @@ use std::path::Path;
 
 use super::ahead::{self, Ahead};
 use super::answers::{self, AnsweredRow};
+use super::backend::cpu::Cpu;
 use super::backend::{BackendKind, Optimizer};
 use super::block::Block;
 use super::checkpoint::{self, TrainerState};
@@ -24,6 +25,7 @@ use super::start::{self, ReferenceModel};
 use super::text::Text;
 use super::update::MicroBatching;
 use crate::event::{Event, Phase, SamplePhase};
+use crate::kernels::isa::Isa;
 use crate::spec::{Mixture, Plan, PromptKey, held_out_rows, prompt_key, shared_prompts, test_rows};
 
 /// The complete state of a run.
@@ -109,12 +111,22 @@ impl<'a> Run<'a> {
         host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
         let backend = input.backend.map_or_else(|| BackendKind::of_device(input.device), Ok)?;
         let text = Text::load(input.model_dir).map_err(EngineError::from)?;
-        let mut policy = Policy::load_dtype(input.model_dir, backend, plan.training.dtype)?;
+        let mut restored = input.resume.as_deref().map(|dir| checkpoint::read(dir, plan)).transpose()?;
+        let previous_isa = restored.as_ref().and_then(|restored| restored.state.isa.clone());
+        let (isa, changed) =
+            start::choose_isa((backend, plan.training.dtype), previous_isa.as_deref(), Isa::requested())?;
+        changed.map_or(Ok(()), |warning| host.event(warning))?;
+        let mut policy = match isa {
+            Some(isa) => Policy::on_cpu(input.model_dir, Cpu::with_process_threads(plan.training.dtype, isa))?,
+            None => Policy::load_dtype(input.model_dir, backend, plan.training.dtype)?,
+        };
+        if let Some(restored) = &mut restored {
+            restored.state.isa = isa.map(|isa| isa.name().to_owned());
+        }
         policy.set_gradient_checkpointing(plan.training.gradient_checkpointing);
         let warnings = [start::rounding_warning(&policy, plan.training.dtype), start::skipped_warning(&policy)];
         warnings.into_iter().flatten().try_for_each(|warning| host.event(warning))?;
         host.poll()?;
-        let restored = input.resume.as_deref().map(|dir| checkpoint::read(dir, plan)).transpose()?;
         let step = restored.as_ref().map_or(0, |restored| restored.state.step);
         let mut data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
         if step < plan.warm_up_steps() {
@@ -131,7 +143,8 @@ impl<'a> Run<'a> {
         let (adam, state, block, ahead) = match restored {
             Some(restored) => (restored.adam, restored.state, restored.block, restored.ahead),
             None => {
-                let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
+                let isa = isa.map(|isa| isa.name().to_owned());
+                let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), isa, ..TrainerState::default() };
                 (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None, None)
             }
         };
@@ -309,9 +322,9 @@ impl Data {
         }
         if self.answered.is_empty() {
             let why = if num_rows == 0 {
-                "its dataset has no rows"
+                "the warm-up's dataset has no rows"
             } else {
-                "the prompts of all its rows are also evaluated"
+                "the prompts of all rows are also evaluated"
             };
             let detail = format!("the warm-up has no rows to train on: {why}; add rows");
             return Err(RunEnd::Failed(EngineError::Prompts(detail)));

@@ -2,11 +2,13 @@
 
 use std::path::Path;
 
+use super::backend::BackendKind;
 use super::error::{EngineError, Result};
 use super::host::TrainInput;
 use super::model::{Adapter, Policy};
 use super::tensors;
 use crate::event::Event;
+use crate::kernels::isa::Isa;
 use crate::modelcard::{Skipped, TensorDtype};
 use crate::spec::{ComputeDtype, Reference};
 use serde_json::json;
@@ -52,7 +54,7 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
                 match policy.lora_config() {
                     Some(found) if found.is_compatible_with(lora) => Ok(()),
                     found => Err(EngineError::Adapter(format!(
-                        "its adapter was created with {found:?}, but the plan says {lora:?}"
+                        "the checkpoint's adapter was created with {found:?}, but the plan says {lora:?}"
                     ))),
                 }
             };
@@ -123,7 +125,9 @@ pub(super) fn save_reference(policy: &Policy, scratch_dir: &Path) -> Result<temp
 fn read_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Result<ReferenceModel> {
     let path = dir.join(REFERENCE);
     let values = tensors::Reader::open(&path)?.f32s(TENSOR)?;
-    let values = values.ok_or_else(|| EngineError::Checkpoint(format!("{REFERENCE} holds no weights")))?;
+    let values = values.ok_or_else(|| {
+        EngineError::Checkpoint(format!("the file {REFERENCE} holds no weights of the reference model"))
+    })?;
     policy.set_parameter_values(&values)?;
     drop(values);
     let reference = warmed_reference(policy);
@@ -136,6 +140,36 @@ fn read_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Result<R
         false => policy.load_full(dir)?,
     }
     Ok(reference)
+}
+
+/// Chooses the instruction set of the CPU kernels for a run, and returns a warning if it differs from the one that the
+/// run used before, since the results then have other bits. Returns no instruction set for other backends.
+///
+/// The requested instruction set comes first. Otherwise a resumed run keeps its previous one, whatever this worker
+/// measured when it started, if the machine supports it. A new run uses the fastest.
+pub(super) fn choose_isa(
+    (backend, dtype): (BackendKind, ComputeDtype),
+    previous: Option<&str>,
+    requested: Option<Isa>,
+) -> Result<(Option<Isa>, Option<Event>)> {
+    if backend != BackendKind::Cpu {
+        return Ok((None, None));
+    }
+    let recorded = previous.and_then(|name| name.parse::<Isa>().ok()).filter(|isa| isa.is_available());
+    let isa = match requested.or(recorded) {
+        Some(isa) => isa,
+        None => Isa::chosen().map_err(EngineError::Input)?,
+    };
+    // AMX and AVX512-BF16 use the kernels of AVX-512 for f32.
+    let isa = if dtype == ComputeDtype::F32 { isa.vectors() } else { isa };
+    let changed = previous.filter(|name| *name != isa.name()).map(|name| {
+        let message = format!(
+            "the run started with the instruction set {name} and continues with {isa}, so the last digits of its results differ from those of an uninterrupted run. To avoid this, resume the job on a machine that supports {name}, without --isa or with --isa {name}"
+        );
+        let data = json!({ "previous_isa": name, "isa": isa.name() });
+        Event::Warning { code: "isa_changed".into(), message, data }
+    });
+    Ok((Some(isa), changed))
 }
 
 /// The warning that a multimodal checkpoint has tensors that are not used.
@@ -154,7 +188,34 @@ pub(super) fn rounding_warning(policy: &Policy, dtype: ComputeDtype) -> Option<E
         return None;
     }
     let message = format!(
-        "the model is stored as {stored:?} and training.dtype is bf16: its matrices are rounded to bf16, in rollouts, training and reference alike"
+        "the model's weights are stored as {stored:?} and training.dtype is bf16: its matrices are rounded to bf16, in rollouts, training and reference alike"
     );
     Some(Event::Warning { code: "weights_rounded".into(), message, data: json!({ "stored": format!("{stored:?}") }) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_resumed_run_keeps_its_instruction_set() {
+        let choose = |dtype, previous, requested| {
+            choose_isa((BackendKind::Cpu, dtype), previous, requested).map(|(isa, warning)| (isa, warning.is_some()))
+        };
+        let (bf16, f32) = (ComputeDtype::Bf16, ComputeDtype::F32);
+        let fastest = Isa::chosen().unwrap();
+        assert_eq!(choose(bf16, None, None).unwrap(), (Some(fastest), false));
+        for isa in Isa::available() {
+            // A resumed run keeps any available instruction set, also if it is not the fastest.
+            assert_eq!(choose(bf16, Some(isa.name()), None).unwrap(), (Some(isa), false));
+            // A requested instruction set has priority, and a change causes a warning.
+            assert_eq!(
+                choose(bf16, Some(isa.name()), Some(Isa::Portable)).unwrap(),
+                (Some(Isa::Portable), isa != Isa::Portable)
+            );
+            assert_eq!(choose(f32, Some(isa.vectors().name()), Some(isa)).unwrap(), (Some(isa.vectors()), false));
+        }
+        assert_eq!(choose(bf16, Some("of another machine"), None).unwrap(), (Some(fastest), true));
+        assert_eq!(choose_isa((BackendKind::Reference, bf16), Some("amx"), None).unwrap(), (None, None));
+    }
 }

@@ -181,7 +181,7 @@ fn check_first_scores(run: &Run<'_>, scores: &[RowScore]) -> Result<()> {
     if !fresh || scores.iter().flat_map(|score| &score.logps).all(|logp| logp.is_finite()) {
         return Ok(());
     }
-    let what = "the log-probs of its own completions are NaN or infinite".to_owned();
+    let what = "the log-probs of the model's own completions are NaN or infinite".to_owned();
     Err(EngineError::ModelNotFinite { what })
 }
 

@@ -172,7 +172,10 @@ impl Reader {
         match length.filter(|length| length.checked_mul(size) == end.checked_sub(begin)) {
             Some(length) if end <= self.header.data_len() => Ok(Some((self.begin + begin as u64, length))),
             Some(_) | None => {
-                let why = format!("{}: the shape of {tensor} does not match its position", name(&self.path));
+                let why = format!(
+                    "{}: the shape of the tensor {tensor} does not match the place of its data in the file",
+                    name(&self.path)
+                );
                 Err(EngineError::Checkpoint(why))
             }
         }

@@ -71,13 +71,13 @@ impl Hub {
             shards.sort_unstable();
             shards.dedup();
             if shards.is_empty() {
-                return Err(unusable(format!("its {INDEX} lists no weight files")));
+                return Err(unusable(format!("the repository's {INDEX} lists no weight files")));
             }
             files.push(index.clone());
             for shard in shards {
                 let file = find(shard).ok_or_else(|| {
                     let shown: String = shard.chars().take(200).collect();
-                    unusable(format!("its {INDEX} lists {shown:?}, which is not in the repository"))
+                    unusable(format!("the repository's {INDEX} lists {shown:?}, which is not in the repository"))
                 })?;
                 files.push(file.clone());
             }
@@ -100,7 +100,7 @@ impl Hub {
     /// Fails with `Unusable` when the file is larger than 64 MiB, or like [`Hub::info`].
     pub async fn read_file(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<Vec<u8>, HubError> {
         if file.size_bytes > MAX_SMALL_FILE_BYTES {
-            let why = format!("its {} is too large ({} bytes)", file.path, file.size_bytes);
+            let why = format!("the repository's {} is too large ({} bytes)", file.path, file.size_bytes);
             return Err(HubError::Unusable { repo: repo.to_string(), why });
         }
         let url = self.file_url(repo, commit, &file.path)?;
@@ -111,7 +111,7 @@ impl Hub {
         let bytes = self.read_file(repo, commit, file).await?;
         serde_json::from_slice(&bytes).map_err(|error| HubError::Unusable {
             repo: repo.to_string(),
-            why: format!("its {} cannot be parsed: {error}", file.path),
+            why: format!("the repository's {} cannot be parsed: {error}", file.path),
         })
     }
 }
@@ -122,14 +122,14 @@ fn has_suffix(info: &RepoInfo, suffixes: &[&str]) -> bool {
 
 fn without_config(info: &RepoInfo) -> String {
     if info.files.iter().any(|file| file.path == "adapter_config.json") {
-        return "it contains an adapter: use the model that it was trained on, with the adapter as the warm start"
+        return "the repository contains an adapter: use the model that it was trained on, with the adapter as the warm start"
             .to_owned();
     }
     if has_suffix(info, &[".gguf"]) {
-        return "it contains only GGUF files: use the repository that they were created from (base_model in its model card)"
+        return "the repository contains only GGUF files: use the repository that they were created from (base_model in its model card)"
             .to_owned();
     }
-    "it has no config.json, so it is not a model of the transformers library".to_owned()
+    "the repository has no config.json, so it is not a model of the transformers library".to_owned()
 }
 
 fn without_weights(info: &RepoInfo) -> String {
@@ -139,7 +139,7 @@ fn without_weights(info: &RepoInfo) -> String {
             .to_owned();
     }
     if has_suffix(info, &[".gguf"]) {
-        return "it contains only GGUF files: use the repository that they were created from (base_model in its model card)"
+        return "the repository contains only GGUF files: use the repository that they were created from (base_model in its model card)"
             .to_owned();
     }
     format!("it has neither {WEIGHTS} nor {INDEX}")

@@ -305,8 +305,8 @@ pub(crate) fn check_space(plan: &RepoPlan, parts: &Path, to: &Path) -> Result<()
         file.size_bytes.saturating_sub(here)
     };
     let needed_bytes: u64 = plan.files.iter().map(missing).sum();
-    let disk =
-        rustix::fs::statvfs(parts).map_err(|error| HubError::disk("get the free space of", parts)(error.into()))?;
+    let disk = rustix::fs::statvfs(parts)
+        .map_err(|error| HubError::disk("get the free disk space of", parts)(error.into()))?;
     let free_bytes = disk.f_bavail.saturating_mul(disk.f_frsize);
     if needed_bytes > 0 && needed_bytes.saturating_add(RESERVED_BYTES) > free_bytes {
         let (repo, path) = (plan.repo.to_string(), parts.to_owned());

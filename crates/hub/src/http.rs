@@ -159,7 +159,12 @@ impl Hub {
             let response = match timeout(STALL_TIMEOUT, request.send()).await {
                 Ok(Ok(response)) => response,
                 Ok(Err(error)) => return Err(Failed::transient(&at, with_causes(&error.without_url()))),
-                Err(_) => return Err(Failed::transient(&at, format!("no answer for {} s", STALL_TIMEOUT.as_secs()))),
+                Err(_) => {
+                    return Err(Failed::transient(
+                        &at,
+                        format!("the server sent no answer for {} s", STALL_TIMEOUT.as_secs()),
+                    ));
+                }
             };
             if let Some((expected, found)) = commit.zip(text(response.headers(), "x-repo-commit"))
                 && is_hub
@@ -212,7 +217,7 @@ impl Hub {
             let host = host_of(at);
             return match again {
                 true => Failed {
-                    error: HubError::Unreachable { host, detail: format!("the server answered {status}") },
+                    error: HubError::Unreachable { host, detail: format!("the server answered with status {status}") },
                     is_transient: true,
                     wait,
                     cdn_forbids: status == StatusCode::FORBIDDEN,
@@ -326,7 +331,7 @@ fn requested_wait(headers: &HeaderMap) -> Option<Duration> {
 fn message_of(body: &[u8]) -> String {
     let document: Option<serde_json::Value> = serde_json::from_slice(body).ok();
     let message = document.as_ref().and_then(|document| document.get("error")?.as_str());
-    message.unwrap_or("no reason given").to_owned()
+    message.unwrap_or("the server gave no reason").to_owned()
 }
 
 async fn read_whole(mut response: Response) -> Result<Vec<u8>, String> {
@@ -347,7 +352,7 @@ pub(crate) async fn next_piece(
     match timeout(STALL_TIMEOUT, response.chunk()).await {
         Ok(Ok(piece)) => Ok(piece),
         Ok(Err(error)) => Err(with_causes(&error.without_url())),
-        Err(_) => Err(format!("no byte arrived for {} s", STALL_TIMEOUT.as_secs())),
+        Err(_) => Err(format!("the server sent no byte for {} s", STALL_TIMEOUT.as_secs())),
     }
 }
 

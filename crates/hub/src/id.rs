@@ -42,7 +42,7 @@ pub struct Repo {
 
 /// Error for a text that is not the name of a Hub repository.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("expected a repository of the hub as org/name or org/name@revision: {0}")]
+#[error("a repository of the hub is given as org/name or org/name@revision: {0}")]
 pub struct InvalidRepo(String);
 
 /// Maximum length of a repository name, as on the Hub.

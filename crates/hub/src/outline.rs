@@ -31,7 +31,7 @@ impl Hub {
         check_space(plan, parts, to)?;
         if let Ok(there) = File::open(to) {
             // The modification time of an outline's folder records its last use.
-            return there.set_modified(SystemTime::now()).map_err(HubError::disk("use the folder", to));
+            return there.set_modified(SystemTime::now()).map_err(HubError::disk("mark the use of the folder", to));
         }
         let outlines = to.parent().unwrap_or(to);
         std::fs::create_dir_all(outlines).map_err(HubError::disk("create the folder", outlines))?;

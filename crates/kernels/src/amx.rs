@@ -24,7 +24,7 @@ pub(super) use permission::refused;
 /// Number of rows of inputs in an AMX tile.
 pub(super) const ROWS: usize = 16;
 /// Number of steps of a dot product (values of the summed dimension) that an AMX tile holds.
-const STEPS: usize = 32;
+pub(super) const STEPS: usize = 32;
 /// Number of rows of inputs in a cell, the unit of work of a thread. Each block of weights is multiplied with all of
 /// them; with [`DEEPER`] steps the inputs stay in the second-level cache.
 pub(super) const ROWS_AT_ONCE: usize = 288;
@@ -53,14 +53,19 @@ unsafe impl Send for Tiled {}
 unsafe impl Sync for Tiled {}
 
 impl Tiled {
-    fn new(data: *const u8, rows: &Range<usize>, sum: &Range<usize>) -> Tiled {
+    pub(super) fn new(data: *const u8, rows: &Range<usize>, sum: &Range<usize>) -> Tiled {
         Tiled { data, rows: (rows.start, rows.end), sum: (sum.start, sum.end), blocks: sum.len().div_ceil(STEPS) }
     }
 
     /// Address of the packed inputs of a tile of rows, from a step of the summed dimension on.
-    fn at(&self, row: usize, step: usize) -> *const u8 {
+    pub(super) fn at(&self, row: usize, step: usize) -> *const u8 {
         let (tile, block) = ((row - self.rows.0) / ROWS, (step - self.sum.0) / STEPS);
         self.data.wrapping_add((tile * self.blocks + block) * tiles::BYTES)
+    }
+
+    /// Number of bytes from the packed inputs of one tile of rows to those of the next.
+    pub(super) fn tile_bytes(&self) -> usize {
+        self.blocks * tiles::BYTES
     }
 
     /// Returns the packed inputs from a row on, which must be a whole number of tiles after the first; rows
@@ -91,10 +96,10 @@ pub(super) fn shares_rows(rows: usize) -> bool {
     rows > FEW
 }
 
-/// Number of rows whose inputs are packed together for all threads.
-pub(super) fn rows_shared(jobs: &[Job<'_>]) -> usize {
+/// Number of rows whose inputs are packed together for all threads; at least the rows of a cell.
+pub(super) fn rows_shared(jobs: &[Job<'_>], cell: usize) -> usize {
     let steps: usize = jobs.iter().map(|job| job.sum.len()).sum();
-    (SHARED / steps.max(1)).max(ROWS_AT_ONCE) / (2 * ROWS) * (2 * ROWS)
+    (SHARED / steps.max(1)).max(cell) / (2 * ROWS) * (2 * ROWS)
 }
 
 /// Packs the inputs of a product for a range of rows, with all threads.
@@ -123,7 +128,7 @@ unsafe impl Sync for Transposed {}
 
 impl Transposed {
     /// Address of a panel of inputs in the transposed weight, from an output on.
-    fn at(&self, weight: &PackedMatrix, panel: usize, output: usize) -> *const u32 {
+    pub(super) fn at(&self, weight: &PackedMatrix, panel: usize, output: usize) -> *const u32 {
         let blocks = panel * weight.panels() + output / PANEL;
         self.0.wrapping_add(blocks * transposed_words(PackDtype::Bf16))
     }
@@ -169,12 +174,10 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
                     let tiled = job.tiled.unwrap_or_else(|| {
                         let inputs = &mut inputs[job.slot];
                         if !inputs.holds(job, &rows, &sum, 0) {
-                            let words = tiles * sum.len().div_ceil(STEPS) * tiles::BYTES / 4;
-                            // Safety: the machine has AVX-512, and `room` returned memory for the packed inputs.
-                            unsafe { pack(job, &rows, &sum, room(&mut inputs.lines, words).cast()) };
+                            // Safety: the machine has AVX-512.
+                            unsafe { pack_inputs(job, &rows, &sum, &mut inputs.lines) };
                         }
-                        let data = inputs.lines.as_ptr().cast();
-                        Tiled::new(data, &rows, &sum)
+                        Tiled::new(inputs.lines.as_ptr().cast(), &rows, &sum)
                     });
                     *part = Some((job, tiled, sum));
                 }
@@ -245,7 +248,7 @@ unsafe fn one_panel<'a, 'j: 'a>(
             let is_transposed_here = job.side == Side::Backward && job.transposed.is_none();
             tiles::Block {
                 inputs: tiled.at(rows.start, block.start),
-                inputs_stride: tiled.blocks * tiles::BYTES,
+                inputs_stride: tiled.tile_bytes(),
                 weights: weights.cast(),
                 steps,
                 next: weights.wrapping_add(if is_transposed_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
@@ -266,7 +269,7 @@ unsafe fn one_panel<'a, 'j: 'a>(
 
 /// The initial value of the sums in a tile of outputs.
 #[derive(Clone, Copy, Debug)]
-enum Begin {
+pub(super) enum Begin {
     Zero,
     /// The same bias for every row.
     Bias(*const f32),
@@ -276,7 +279,7 @@ enum Begin {
 
 impl Begin {
     /// The initial value of a job's outputs, from a row and column on.
-    unsafe fn of(job: &Job<'_>, begins: bool, row: usize, column: usize) -> Begin {
+    pub(super) unsafe fn of(job: &Job<'_>, begins: bool, row: usize, column: usize) -> Begin {
         match job.start {
             Start::Zero if begins => Begin::Zero,
             Start::Bias(bias) if begins => Begin::Bias(bias[column..].as_ptr()),
@@ -289,7 +292,7 @@ impl Begin {
     }
 
     /// Copies the initial value into the sums of a range of rows, for `valid` columns.
-    unsafe fn copy(self, rows: Range<usize>, first: usize, valid: usize, sums: *mut f32) {
+    pub(super) unsafe fn copy(self, rows: Range<usize>, first: usize, valid: usize, sums: *mut f32) {
         for row in rows {
             // Safety: the caller guarantees what this `unsafe fn` requires.
             unsafe {
@@ -306,9 +309,9 @@ impl Begin {
 
 /// The memory that tiles of outputs are stored to.
 #[derive(Clone, Copy, Debug)]
-struct Output {
-    at: *mut f32,
-    stride: usize,
+pub(super) struct Output {
+    pub at: *mut f32,
+    pub stride: usize,
 }
 
 /// Number of floating-point operations in a step of [`peak`].
@@ -341,6 +344,16 @@ pub(super) unsafe fn peak(steps: usize) -> f32 {
         );
     }
     0.0
+}
+
+/// Packs the inputs of a product for a range of rows, on the calling thread.
+///
+/// # Safety
+/// The machine has AVX-512.
+pub(super) unsafe fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, lines: &mut Vec<Line>) {
+    let words = rows.len().div_ceil(ROWS) * sum.len().div_ceil(STEPS) * tiles::BYTES / 4;
+    // Safety: the machine has AVX-512, and `room` returns memory for the packed inputs.
+    unsafe { pack(job, rows, sum, room(lines, words).cast()) };
 }
 
 /// Packs input rows of a product as `[tile][block][16][32]` bf16, with zeros beyond the rows and the summed dimension.
@@ -415,6 +428,6 @@ unsafe fn pack_with(
 }
 
 /// Number of outputs in a panel that exist in the product.
-fn valid(job: &Job<'_>, panel: usize) -> usize {
+pub(super) fn valid(job: &Job<'_>, panel: usize) -> usize {
     job.columns.end.saturating_sub(panel * PANEL).min(PANEL)
 }

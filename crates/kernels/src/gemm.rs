@@ -1,7 +1,8 @@
 //! Matrix products with packed weights, with the same arithmetic for any number of rows.
 //!
 //! Every output is one chain of multiply-adds in order, whatever the number of rows, the threads or the division of
-//! work: a row gives the same bits in decode, prefill and training. AMX sums blocks of 32 and chains those.
+//! work: a row gives the same bits in decode, prefill and training. AMX sums blocks of 32 and chains those. AVX512-BF16
+//! chains pairs, and adds the product of the second values of a pair first.
 
 mod job;
 mod outer;
@@ -17,11 +18,11 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-#[cfg(target_arch = "x86_64")]
-use super::amx;
 use super::isa::Isa;
 use super::pack::{PANEL, PackDtype, PackedMatrix};
 use super::threads::{Shared, Threads};
+#[cfg(target_arch = "x86_64")]
+use super::{amx, dpbf16};
 use job::{Inputs, StartRows, Target};
 pub(super) use job::{Job, Side, Start};
 pub use outer::{Factors, WIDEST_FACTOR, outer, outer_factors, outer_here};
@@ -148,8 +149,8 @@ fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize, (width, si
         SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, jobs, scratch, rows, panels));
     };
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx && amx::shares(jobs, rows) {
-        return shared::spread(threads, jobs, rows, width);
+    if isa.rounds_inputs() && amx::shares(jobs, rows) {
+        return shared::spread(threads, isa, jobs, rows, width);
     }
     divide_work(threads, isa, jobs[0].side, rows, width, size, |rows, panels| cell(jobs, rows, panels));
 }
@@ -182,7 +183,7 @@ pub fn with_shared_inputs<T>(
     f: impl FnOnce(SharedInputs) -> T,
 ) -> T {
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx {
+    if isa.rounds_inputs() {
         let inputs = Inputs { values: x, stride: weight.k(), first_row: 0, first: 0 };
         inputs.check(rows, weight.k());
         return shared::with_shared_inputs(threads, inputs, rows, weight, |tiled| f(SharedInputs { tiled }));
@@ -273,16 +274,16 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
     let rank = a.n();
     assert!(isa.runs(), "{isa} does not run on this machine");
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx
+    if isa.rounds_inputs()
         && amx::shares(std::slice::from_ref(&base), rows)
         && [a, b].iter().all(|factor| factor.dtype() == PackDtype::Bf16)
     {
-        return shared::linear(threads, &base, (a, b, parts), hidden_out, rows);
+        return shared::linear(threads, isa, &base, (a, b, parts), hidden_out, rows);
     }
     divide_work(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
         SCRATCH.with_borrow_mut(|scratch| {
             // Pack the inputs of this many rows once for both the weight and the adapter.
-            let at_once = if isa == Isa::Amx { rows.len() } else { product::ROWS };
+            let at_once = if isa.rounds_inputs() { rows.len() } else { product::ROWS };
             for rows in product::balanced(rows, at_once) {
                 let of = Some((call, rows.clone()));
                 let mut hidden = std::mem::take(&mut scratch.hidden);
@@ -348,8 +349,8 @@ pub fn linear_backward(threads: &Threads, isa: Isa, linear: LinearBackward<'_>, 
     let (rows, rank) = (out.rows, a.n());
     assert!(a.k() == weight.k() && dh.len() >= rows * rank && parts.len() == b_transposed.len());
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx && shared::supports_backward(&of_weight, (a, b_transposed, parts), rows) {
-        return shared::linear_backward(threads, of_weight, (a, b_transposed, parts), (dh, adds), out);
+    if isa.rounds_inputs() && shared::supports_backward(&of_weight, (a, b_transposed, parts), rows) {
+        return shared::linear_backward(threads, isa, of_weight, (a, b_transposed, parts), (dh, adds), out);
     }
     for ((outputs, ranks), b) in parts.iter().zip(b_transposed) {
         let to = Output { y: &mut dh[ranks.start..], stride: rank, rows, add: false };
@@ -382,7 +383,11 @@ fn divide_work(
         return;
     }
     assert!(isa.runs(), "{isa} does not run on this machine");
-    let (least_rows, alone) = if isa == Isa::Amx { (16, ALONE_WITH_TILES) } else { (1, ALONE) };
+    let (least_rows, alone) = match isa {
+        Isa::Amx => (16, ALONE_WITH_TILES),
+        Isa::Avx512Bf16 => (1, 2 * ALONE),
+        Isa::Portable | Isa::Avx2 | Isa::Avx512 => (1, ALONE),
+    };
     if rows.max(least_rows).saturating_mul(size) <= alone {
         return f(0..rows, 0..panels);
     }
@@ -414,8 +419,11 @@ fn run_jobs(isa: Isa, jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize
     // Safety: the machine supports the instruction set, and the bounds were checked when the job was created.
     unsafe {
         #[cfg(target_arch = "x86_64")]
-        if isa == Isa::Amx && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16) {
-            return amx::product(jobs, scratch, rows, panels);
+        if isa.rounds_inputs() && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16) {
+            return match isa {
+                Isa::Amx => amx::product(jobs, scratch, rows, panels),
+                _ => dpbf16::product(jobs, scratch, rows, panels),
+            };
         }
         product::product(tile::tile_kernels(isa), jobs, scratch, rows, panels);
     }

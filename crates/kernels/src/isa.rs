@@ -4,7 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-/// An instruction set of the CPU. Each one needs those before it, except [`Isa::Portable`].
+/// An instruction set of the CPU. Each one needs those before it, except [`Isa::Portable`], and except that [`Isa::Amx`]
+/// does not need [`Isa::Avx512Bf16`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
     /// Plain Rust for any machine; NEON if the compiler vectorizes to it.
@@ -13,13 +14,15 @@ pub enum Isa {
     Avx2,
     /// AVX-512, with 512-bit vectors.
     Avx512,
+    /// AVX-512 with the instruction that multiplies pairs of bf16 (AVX512-BF16); packs of f32 use AVX-512.
+    Avx512Bf16,
     /// AMX: products of bf16 tiles; packs of f32 use AVX-512.
     Amx,
 }
 
 impl Isa {
     /// All instruction sets, the slowest first.
-    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
+    pub const ALL: [Isa; 5] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx];
 
     /// The instruction set's name, as in `--isa`.
     pub fn name(self) -> &'static str {
@@ -27,6 +30,7 @@ impl Isa {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Avx512Bf16 => "avx512_bf16",
             Isa::Amx => "amx",
         }
     }
@@ -40,16 +44,18 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => Isa::Avx2.is_available() && is_x86_feature_detected!("avx512f"),
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => super::dpbf16::refused().is_none(),
+            #[cfg(target_arch = "x86_64")]
             Isa::Amx => super::amx::refused().is_none(),
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 | Isa::Amx => false,
+            Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => false,
         }
     }
 
     /// Whether this machine supports the instruction set, or a test emulates it.
     pub(super) fn runs(self) -> bool {
         #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
-        if self == Isa::Amx && crate::amx::tests::emulator::is_installed() {
+        if matches!(self, Isa::Avx512Bf16 | Isa::Amx) && crate::amx::tests::emulator::is_installed() {
             return true;
         }
         self.is_available()
@@ -60,10 +66,30 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         return super::amx::refused();
         #[cfg(not(target_arch = "x86_64"))]
-        Some("AMX is a feature of x86-64")
+        Some("only x86-64 CPUs have AMX")
     }
 
-    /// The instruction set for kernels without products of bf16 packs, which are all that AMX supports.
+    /// Whether products with packs of bf16 round their inputs to bf16. The other instruction sets widen the weights to
+    /// f32 instead.
+    pub fn rounds_inputs(self) -> bool {
+        matches!(self, Isa::Avx512Bf16 | Isa::Amx)
+    }
+
+    /// The speed of bf16 multiply-adds of AVX512-BF16 on this machine, divided by the speed of f32 multiply-adds of
+    /// AVX-512; `None` if the machine does not support AVX512-BF16. It is measured once per process, in a few
+    /// milliseconds. `auto` chooses [`Isa::Avx512Bf16`] if it is at least [`Isa::MIN_BF16_GAIN`].
+    pub fn bf16_gain() -> Option<f64> {
+        #[cfg(target_arch = "x86_64")]
+        return super::dpbf16::gain();
+        #[cfg(not(target_arch = "x86_64"))]
+        None
+    }
+
+    /// The lowest [`Isa::bf16_gain`] for which `auto` chooses [`Isa::Avx512Bf16`].
+    // Some CPUs run the instruction at half the speed of f32 multiply-adds, others at twice the speed.
+    pub const MIN_BF16_GAIN: f64 = 1.3;
+
+    /// The instruction set for kernels without products of bf16 packs, which are all that AMX and AVX512-BF16 add.
     pub fn vectors(self) -> Isa {
         self.min(Isa::Avx512)
     }
@@ -84,9 +110,13 @@ impl Isa {
         let available: Vec<&str> = Isa::available().map(Isa::name).collect();
         let why = match Isa::refused() {
             Some(why) if isa == Isa::Amx => format!(" ({why})"),
+            _ if isa == Isa::Avx512Bf16 => " (it requires a CPU with AVX512-BF16)".to_owned(),
             _ => String::new(),
         };
-        Err(format!("{name} does not run on this machine{why}: use auto or one of {}", available.join(", ")))
+        Err(format!(
+            "the instruction set {name} does not run on this machine{why}: use auto or one of {}",
+            available.join(", ")
+        ))
     }
 
     /// Returns the instruction set of `RLOOD_ISA`, or the fastest if it is not set. The variable is read once.
@@ -99,15 +129,26 @@ impl Isa {
         CHOSEN.get_or_init(choose).clone()
     }
 
+    /// The instruction set that `RLOOD_ISA` requests; `None` if it is `auto` or not set.
+    pub fn requested() -> Option<Isa> {
+        let name = std::env::var("RLOOD_ISA").ok().filter(|name| name != "auto")?;
+        Isa::choose(&name).ok()
+    }
+
     /// The instruction sets this machine supports, the slowest first.
     pub fn available() -> impl Iterator<Item = Isa> {
         Isa::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
-    /// The fastest instruction set this machine supports.
+    /// The fastest instruction set this machine supports. [`Isa::Avx512Bf16`] only counts as faster than [`Isa::Avx512`]
+    /// if its measured speed is high enough.
     pub fn best() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
-        *BEST.get_or_init(|| Isa::available().last().unwrap_or(Isa::Portable))
+        let is_worthwhile =
+            |isa: &Isa| *isa != Isa::Avx512Bf16 || Isa::bf16_gain().is_some_and(|gain| gain >= Isa::MIN_BF16_GAIN);
+        *BEST.get_or_init(|| {
+            Isa::available().collect::<Vec<_>>().into_iter().rfind(is_worthwhile).unwrap_or(Isa::Portable)
+        })
     }
 }
 
@@ -122,7 +163,10 @@ impl FromStr for Isa {
 
     fn from_str(name: &str) -> Result<Isa, String> {
         let known = Isa::ALL.map(Isa::name).join(", ");
-        Isa::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| format!("{name:?} is none of auto, {known}"))
+        Isa::ALL
+            .into_iter()
+            .find(|isa| isa.name() == name)
+            .ok_or_else(|| format!("the instruction set {name:?} is none of auto, {known}"))
     }
 }
 
@@ -140,6 +184,16 @@ mod tests {
             }
         }
         assert!(Isa::choose("sse9").is_err_and(|message| message.contains("avx512")));
+    }
+
+    #[test]
+    fn auto_chooses_avx512_bf16_if_it_is_faster() {
+        assert_eq!(Isa::bf16_gain().is_some(), Isa::Avx512Bf16.is_available());
+        let Some(gain) = Isa::bf16_gain() else { return };
+        assert!(gain > 0.2 && gain < 8.0, "{gain}");
+        if !Isa::Amx.is_available() {
+            assert_eq!(Isa::best() == Isa::Avx512Bf16, gain >= Isa::MIN_BF16_GAIN);
+        }
     }
 
     #[test]

@@ -8,6 +8,8 @@ mod amx;
 pub mod attention;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(target_arch = "x86_64")]
+mod dpbf16;
 mod floats;
 pub mod gemm;
 pub mod head;

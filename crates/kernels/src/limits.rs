@@ -11,7 +11,7 @@ use super::threads::Threads;
 const MEASUREMENTS: usize = 5;
 
 /// Peak speed of all threads in 10⁹ operations per second, with registers only; a multiply-add counts as two
-/// operations. In f32, or for AMX in bf16 tiles.
+/// operations. In bf16 for AMX and AVX512-BF16, otherwise in f32.
 pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
     assert!(isa.is_available(), "the instruction set {isa} does not run on this machine");
     const STEPS: usize = 2_000_000;
@@ -22,6 +22,8 @@ pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
                     Isa::Amx => super::amx::peak(STEPS),
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::Avx512Bf16 => super::dpbf16::peak(STEPS),
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx512 => peak_avx512(STEPS),
                     #[cfg(target_arch = "x86_64")]
@@ -35,6 +37,8 @@ pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
     let flops = match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => super::amx::PEAK_FLOPS,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16 => super::dpbf16::PEAK_FLOPS,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => 24 * 16 * 2,
         #[cfg(target_arch = "x86_64")]

@@ -32,7 +32,7 @@ pub fn gated(threads: &Threads, isa: Isa, rows: GateUp<'_>, out: &mut [f32]) {
     let rows = out.len().checked_div(width).unwrap_or(0);
     assert!(
         out.len() == rows * width && gate_up.len() == 2 * out.len(),
-        "the rows of [gate | up] and out do not match"
+        "the matrix [gate | up] and the output have different numbers of rows"
     );
     let out = Shared::new(out);
     over_rows(threads, rows, 4 * width, |range| {
@@ -54,8 +54,11 @@ pub fn gated(threads: &Threads, isa: Isa, rows: GateUp<'_>, out: &mut [f32]) {
 pub fn gated_vjp(threads: &Threads, isa: Isa, rows: GateUp<'_>, dy: &[f32], d_gate_up: &mut [f32]) {
     let GateUp { activation, values: gate_up, width } = rows;
     let rows = dy.len().checked_div(width).unwrap_or(0);
-    assert!(dy.len() == rows * width && gate_up.len() == 2 * dy.len(), "the rows of [gate | up] and dy do not match");
-    assert_eq!(gate_up.len(), d_gate_up.len(), "[gate | up] and its gradient differ in length");
+    assert!(
+        dy.len() == rows * width && gate_up.len() == 2 * dy.len(),
+        "the matrix [gate | up] and the output's gradient have different numbers of rows"
+    );
+    assert_eq!(gate_up.len(), d_gate_up.len(), "the matrix [gate | up] and its gradient differ in length");
     let d_gate_up = Shared::new(d_gate_up);
     over_rows(threads, rows, 4 * width, |range| {
         for row in range {
@@ -77,7 +80,7 @@ pub fn gated_vjp(threads: &Threads, isa: Isa, rows: GateUp<'_>, dy: &[f32], d_ga
 /// Adds elementwise: y += x.
 pub fn add(threads: &Threads, isa: Isa, x: &[f32], y: &mut [f32]) {
     const AT_ONCE: usize = 1 << 10;
-    assert_eq!(x.len(), y.len(), "x and y differ in length");
+    assert_eq!(x.len(), y.len(), "the two vectors of a sum differ in length");
     let (length, y) = (y.len(), Shared::new(y));
     over_rows(threads, length.div_ceil(AT_ONCE), AT_ONCE, |range| {
         let span = range.start * AT_ONCE..(range.end * AT_ONCE).min(length);
@@ -90,7 +93,7 @@ pub fn add(threads: &Threads, isa: Isa, x: &[f32], y: &mut [f32]) {
 pub fn column_sums(threads: &Threads, isa: Isa, x: &[f32], sums: &mut [f32]) {
     let width = sums.len();
     let rows = x.len().checked_div(width).unwrap_or(0);
-    assert_eq!(x.len(), rows * width, "the length of x is not a multiple of the sums'");
+    assert_eq!(x.len(), rows * width, "the length of the matrix is not a multiple of the number of its column sums");
     let sums = Shared::new(sums);
     over_rows(threads, width.div_ceil(16), 16 * rows, |range| {
         let columns = range.start * 16..(range.end * 16).min(width);

@@ -8,7 +8,7 @@ use super::threads::{Shared, Threads};
 /// Computes RMSNorm, out = x / √(mean(x²) + eps) ∘ weight, for rows as wide as `weight`.
 pub fn rms_norm(threads: &Threads, isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let rows = rows_of(x, weight);
-    assert_eq!(x.len(), out.len(), "x and out differ in length");
+    assert_eq!(x.len(), out.len(), "the input x and the output of the norm differ in length");
     let out = Shared::new(out);
     over_rows(threads, rows, weight.len(), |range| {
         for row in range {
@@ -20,7 +20,7 @@ pub fn rms_norm(threads: &Threads, isa: Isa, x: &[f32], weight: &[f32], eps: f32
 }
 
 /// Computes RMSNorm's gradient dx = residual + dL/dx of [`rms_norm`], from dL/dout = `dy`.
-#[expect(clippy::too_many_arguments, reason = "operands of one sum differ in length")]
+#[expect(clippy::too_many_arguments, reason = "every argument is an operand of one operation")]
 pub fn rms_norm_vjp(
     threads: &Threads,
     isa: Isa,
@@ -32,8 +32,8 @@ pub fn rms_norm_vjp(
     dx: &mut [f32],
 ) {
     let rows = rows_of(x, weight);
-    assert!(x.len() == dy.len() && x.len() == dx.len(), "x, dy and dx differ in length");
-    assert!(residual.is_none_or(|residual| residual.len() == x.len()), "x and the residual differ in length");
+    assert!(x.len() == dy.len() && x.len() == dx.len(), "the input x and the gradients dy and dx differ in length");
+    assert!(residual.is_none_or(|residual| residual.len() == x.len()), "the input x and the residual differ in length");
     let dx = Shared::new(dx);
     over_rows(threads, rows, weight.len(), |range| {
         for row in range {
@@ -50,7 +50,7 @@ pub fn rms_norm_vjp(
 pub fn rms_norm_weight_vjp(threads: &Threads, isa: Isa, x: &[f32], eps: f32, dy: &[f32], dw: &mut [f32]) {
     let width = dw.len();
     let rows = rows_of(x, dw);
-    assert_eq!(x.len(), dy.len(), "x and dy differ in length");
+    assert_eq!(x.len(), dy.len(), "the norm's input x and its gradient dy differ in length");
     let mut scales = vec![0f32; rows];
     let shared = Shared::new(&mut scales);
     over_rows(threads, rows, width, |range| {
@@ -70,7 +70,11 @@ pub fn rms_norm_weight_vjp(threads: &Threads, isa: Isa, x: &[f32], eps: f32, dy:
 
 fn rows_of(x: &[f32], weight: &[f32]) -> usize {
     let rows = x.len().checked_div(weight.len()).unwrap_or(0);
-    assert_eq!(x.len(), rows * weight.len(), "the length of x is not a multiple of the weight's");
+    assert_eq!(
+        x.len(),
+        rows * weight.len(),
+        "the length of the norm's input x is not a multiple of the weight's length"
+    );
     rows
 }
 

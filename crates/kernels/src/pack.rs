@@ -31,7 +31,7 @@ pub(super) struct Line(pub(super) [u32; LANES]);
 /// | dtype | layout |
 /// |---|---|
 /// | f32 | `[n / 32][k][32]` f32 |
-/// | bf16 | `[n / 32][k / 2][32][2]` bf16, k padded to a multiple of 32: pairs of adjacent inputs, which is what AMX multiplies (VNNI) |
+/// | bf16 | `[n / 32][k / 2][32][2]` bf16, k padded to a multiple of 32: pairs of adjacent inputs, which is what AMX and AVX512-BF16 multiply (VNNI) |
 #[derive(Clone, Debug)]
 pub struct PackedMatrix {
     n: usize,

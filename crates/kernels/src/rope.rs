@@ -51,10 +51,14 @@ impl<'a> Rope<'a> {
 
     fn check(&self, positions: &[usize], values: &[f32]) {
         let head_dim = self.heads.head_dim;
-        assert!(2 * self.half <= head_dim, "the rotary angles are wider than a head");
-        assert_eq!(values.len(), positions.len() * self.heads.width(), "the rows of qkv do not match the positions");
+        assert!(2 * self.half <= head_dim, "the rotary angles are wider than an attention head");
+        assert_eq!(
+            values.len(),
+            positions.len() * self.heads.width(),
+            "the number of rows of q, k and v does not match the number of positions"
+        );
         let end = positions.iter().max().map_or(0, |position| position + 1) * self.half;
-        assert!(self.cos.len() >= end && self.sin.len() >= end, "a position is beyond the table");
+        assert!(self.cos.len() >= end && self.sin.len() >= end, "a position is beyond the table of rotary angles");
         assert!(self.qk_norm.is_none_or(|norm| norm.q.len() == head_dim && norm.k.len() == head_dim));
     }
 }
@@ -62,7 +66,7 @@ impl<'a> Rope<'a> {
 /// Computes out `[rows, width]` = qk-norm and rotary embedding of every row of `qkv`, each at its position.
 pub fn rotate(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize], qkv: &[f32], out: &mut [f32]) {
     rope.check(positions, qkv);
-    assert_eq!(qkv.len(), out.len(), "qkv and out differ in length");
+    assert_eq!(qkv.len(), out.len(), "the rows of q, k and v and the output differ in length");
     let (width, out) = (rope.heads.width(), Shared::new(out));
     over_rows(threads, positions.len(), width, |range| {
         for row in range {
@@ -90,8 +94,11 @@ pub fn rotate_vjp(
     out: &mut [f32],
 ) {
     rope.check(positions, dy);
-    assert!(rope.qk_norm.is_none() || before.len() == dy.len(), "the input and its gradient differ in length");
-    assert_eq!(dy.len(), out.len(), "dy and out differ in length");
+    assert!(
+        rope.qk_norm.is_none() || before.len() == dy.len(),
+        "the input of the norm and its gradient differ in length"
+    );
+    assert_eq!(dy.len(), out.len(), "the gradient dy and the output differ in length");
     let (width, out) = (rope.heads.width(), Shared::new(out));
     over_rows(threads, positions.len(), width, |range| {
         for row in range {
@@ -113,7 +120,7 @@ const ROWS_AT_ONCE: usize = 64;
 
 /// Computes the gradients of the qk-norm weights in [`rotate`], added to dq `[head_dim]` and dk `[head_dim]`. `before`
 /// is the input of [`rotate`], `dy` the gradient of its output. Does nothing without qk-norm.
-#[expect(clippy::too_many_arguments, reason = "operands of one sum differ in length")]
+#[expect(clippy::too_many_arguments, reason = "every argument is an operand of one operation")]
 pub fn rotate_weight_vjp(
     threads: &Threads,
     isa: Isa,

@@ -185,7 +185,7 @@ impl Threads {
         let ordered = parts.windows(2).all(|pair| pair[0].end <= pair[1].start);
         assert!(ordered && parts.iter().all(|part| part.start <= part.end), "parts overlap");
         let end = parts.last().map_or(0, |part| part.end);
-        assert!(end <= items.len() && end * width <= values.len(), "the parts exceed the buffers");
+        assert!(end <= items.len() && end * width <= values.len(), "the parts of the work exceed the buffers");
         let (items, values) = (Shared::new(items), Shared::new(values));
         let one = |cell: usize| {
             let part = parts[cell].clone();

@@ -83,7 +83,8 @@ impl Driver for Emulator {
         let mut param_bytes = 0;
         // SAFETY: the arguments are the name, its length, and a pointer to a local variable.
         let kernel = unsafe { rlood_emulator_find(name.as_ptr().cast(), name.len(), &raw mut param_bytes) };
-        let kernel = u32::try_from(kernel).map_err(|_| CudaError::Input(format!("there is no kernel named {name}")))?;
+        let kernel =
+            u32::try_from(kernel).map_err(|_| CudaError::Input(format!("there is no GPU kernel named {name}")))?;
         self.names.insert(kernel, name.to_owned());
         Ok(Found { kernel, param_bytes: Some(param_bytes) })
     }

@@ -61,7 +61,8 @@ impl ClassifierCard {
     /// Fails if the model cannot be used; the error names the file, the key, its value and what to do.
     pub fn read(dir: &Path) -> Result<ClassifierCard, ModelCardError> {
         if !dir.is_dir() {
-            let detail = "is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
+            let detail =
+                "this path is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
             return Err(ModelCardError::new(dir.display().to_string(), detail));
         }
         let value = read_json(dir, CONFIG, MAX_CONFIG_BYTES)?;
@@ -152,7 +153,7 @@ fn labels(keys: &Keys) -> Result<Vec<String>, ModelCardError> {
     let Some(value) = keys.get("id2label") else {
         return match keys.size("num_labels", Some(2))? {
             n if n <= MAX_LABELS => Ok(numbered(n)),
-            n => keys.refuse("num_labels", &n.into(), "the value is out of range"),
+            n => keys.refuse("num_labels", &n.into(), "the number of labels is out of range"),
         };
     };
     let Some(map) = value.as_object().filter(|map| (1..=MAX_LABELS).contains(&map.len())) else {
@@ -163,7 +164,7 @@ fn labels(keys: &Keys) -> Result<Vec<String>, ModelCardError> {
         match map.get(&index.to_string()) {
             Some(Value::String(name)) => labels.push(name.clone()),
             Some(other) => labels.push(other.to_string()),
-            None => return keys.refuse("id2label", value, "its keys must be the numbers from 0 on"),
+            None => return keys.refuse("id2label", value, "the keys of id2label must be the numbers from 0 on"),
         }
     }
     Ok(labels)

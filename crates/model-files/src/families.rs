@@ -181,7 +181,7 @@ impl ModelDescription {
         }
         let num_hidden_layers = size("num_hidden_layers")?;
         if num_hidden_layers > 10_000 {
-            let detail = format!("num_hidden_layers is {num_hidden_layers}; at most 10000 are supported");
+            let detail = format!("num_hidden_layers is {num_hidden_layers}; at most 10000 layers are supported");
             return Err(ModelCardError::new(file, detail));
         }
         let max_position_embeddings = size("max_position_embeddings")?;

@@ -83,7 +83,8 @@ pub fn read(dir: &Path) -> Result<ModelCard, ModelCardError> {
 /// Reads a model directory like [`read`], with another file instead of `config.json`.
 pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, ModelCardError> {
     if !dir.is_dir() {
-        let detail = "is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
+        let detail =
+            "this path is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
         return Err(ModelCardError::new(dir.display().to_string(), detail));
     }
     let value = read_json(dir, config_file, MAX_CONFIG_BYTES)?;
@@ -245,7 +246,7 @@ pub(crate) fn io_error(file: &str, error: &std::io::Error) -> ModelCardError {
     let advice = match error.kind() {
         std::io::ErrorKind::NotFound => "is missing; the model directory needs it",
         std::io::ErrorKind::PermissionDenied => "cannot be read (permission denied)",
-        _ => return ModelCardError::new(file, format!("cannot be read: {error}")),
+        _ => return ModelCardError::new(file, format!("the file cannot be read: {error}")),
     };
     ModelCardError::new(file, advice)
 }

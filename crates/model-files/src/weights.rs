@@ -270,14 +270,19 @@ fn weight_files(dir: &Path) -> Result<WeightFiles, ModelCardError> {
             .into_iter()
             .find(|f| dir.join(f).exists());
         let detail = match other {
-            Some(file) => format!("is missing ({file} is there); save the model with save_pretrained, as safetensors"),
-            None => format!("is missing, and so is {INDEX}; the weights must be safetensors"),
+            Some(file) => {
+                format!("the file is missing ({file} is there); save the model with save_pretrained, as safetensors")
+            }
+            None => format!("the file is missing, and so is {INDEX}; the model's weights must be safetensors"),
         };
         return Err(ModelCardError::new(SINGLE, detail));
     }
     let index = read_json(dir, INDEX, MAX_INDEX_BYTES)?;
     let Some(map) = index.get("weight_map").and_then(|m| m.as_object()) else {
-        return Err(ModelCardError::new(INDEX, "weight_map is missing or not an object; copy the file again"));
+        return Err(ModelCardError::new(
+            INDEX,
+            "the index's weight_map is missing or not an object; copy the file again",
+        ));
     };
     let mut files = HashMap::new();
     for (tensor, file) in map {

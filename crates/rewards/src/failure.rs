@@ -7,7 +7,7 @@ use crate::job::{Failure, FailureClass};
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RewardFailure {
     /// The service was unreachable for `max_outage_s`. The job pauses until the service is back.
-    #[error("reward '{reward}': no answer{}; last error: {cause}", waited(*.waited_s))]
+    #[error("reward '{reward}': the service gave no answer{}; last error: {cause}", waited(*.waited_s))]
     Outage {
         /// Name of the reward.
         reward: String,
@@ -67,7 +67,7 @@ pub enum RewardFailure {
         detail: String,
     },
     /// The reward's requests cannot be recorded in the journal. The journal's implementation logs the reason.
-    #[error("reward '{reward}': its requests cannot be recorded in the journal")]
+    #[error("reward '{reward}': its requests cannot be recorded in the job's journal")]
     JournalClosed {
         /// Name of the reward.
         reward: String,

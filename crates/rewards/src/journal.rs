@@ -53,7 +53,7 @@ pub enum JournaledRequest {
 /// Error: the journal accepts no more entries, because the worker lost its claim on the job or the server rejects them. The worker
 /// must not send requests or use answers anymore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the journal accepts no more entries")]
+#[error("the journal of reward requests accepts no more entries")]
 pub struct JournalClosed;
 
 impl JournalClosed {

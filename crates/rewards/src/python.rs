@@ -179,9 +179,11 @@ impl PythonServer {
     /// Fails when there is no Python, or a file or function cannot be used; the message names it.
     pub fn start(listener: &TcpListener, settings: &Settings) -> Result<Self, PythonError> {
         let failed = |doing: &str, error: std::io::Error| PythonError::NotStarted(format!("cannot {doing}: {error}"));
-        let address =
-            listener.local_addr().map_err(|error| failed("get the address of the listening socket", error))?;
-        let (mut channel, child_end) = UnixStream::pair().map_err(|error| failed("create a socket pair", error))?;
+        let address = listener
+            .local_addr()
+            .map_err(|error| failed("get the address of the socket that the Python process listens on", error))?;
+        let (mut channel, child_end) =
+            UnixStream::pair().map_err(|error| failed("create a pair of sockets for the Python process", error))?;
         let mut child = spawn(listener, child_end, settings)?;
         let tail = Tail::default();
         if let (Some(stderr), Some(name)) = (child.stderr.take(), &settings.log_as) {

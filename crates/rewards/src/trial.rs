@@ -54,7 +54,7 @@ pub fn read_samples(samples: Option<&Value>) -> Result<Vec<RewardSample>, Vec<Fi
         )]);
     };
     if given.is_empty() || given.len() > MAX_SAMPLES {
-        let detail = format!("must have 1 to {MAX_SAMPLES} samples, not {}", given.len());
+        let detail = format!("the list must have 1 to {MAX_SAMPLES} samples, not {}", given.len());
         return Err(vec![FieldError::new("/samples", "out_of_range", detail)]);
     }
     let mut samples: Vec<RewardSample> = Vec::with_capacity(given.len());
@@ -85,10 +85,10 @@ fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static st
         Some(Value::String(prompt)) => (prompt, None),
         Some(messages @ Value::Array(_)) => (messages.to_string(), Some(messages)),
         None => (String::new(), None),
-        Some(_) => return Err(("/prompt", "must be a string or a list of chat messages")),
+        Some(_) => return Err(("/prompt", "the prompt must be a string or a list of chat messages")),
     };
     let Some(Value::String(completion)) = rest.shift_remove("completion") else {
-        return Err(("/completion", "is required and must be a string"));
+        return Err(("/completion", "the completion is required and must be a string"));
     };
     let mut columns = match rest.shift_remove("columns") {
         None => Map::new(),

@@ -36,7 +36,7 @@ impl Store {
     /// Creates the row of an adapter whose files are in place. Returns the new row and `true`, or the owner's existing row with the
     /// same bytes and `false` (the caller then removes the new files).
     pub async fn adapter_create(&self, new: AdapterRow) -> Result<(AdapterRow, bool), StoreError> {
-        let doing = "create an adapter";
+        let doing = "store an uploaded adapter";
         let AdapterRow { id, name, sha256, size_bytes, num_parameters, config, files, owner, created_at, origin } = new;
         let mut tx = self.begin(doing).await?;
         let created = sqlx::query(

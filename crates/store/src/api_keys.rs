@@ -76,7 +76,7 @@ pub fn random_text() -> std::io::Result<String> {
     rustls::crypto::ring::default_provider()
         .secure_random
         .fill(&mut bytes)
-        .map_err(|_| std::io::Error::other("the operating system provided no random numbers"))?;
+        .map_err(|_| std::io::Error::other("the operating system provided no random numbers for a key"))?;
     Ok(hex::encode(bytes))
 }
 
@@ -133,7 +133,7 @@ impl Store {
             .bind(id.to_string())
             .fetch_optional(&self.readers)
             .await
-            .doing("read a key")?
+            .doing("read an API key")?
             .ok_or_else(|| StoreError::NotFound { kind: "key", id: id.to_string() })?;
         KeyRow::read(&row)
     }
@@ -214,7 +214,7 @@ impl Store {
         .bind(now)
         .fetch_one(&self.readers)
         .await
-        .doing("count keys")?;
+        .doing("count API keys")?;
         Ok(count.unsigned_abs())
     }
 }

@@ -44,7 +44,7 @@ pub(super) struct End<'a> {
 impl Store {
     /// Lists the latest ends of a job's attempts, newest first.
     pub async fn attempt_ends(&self, job: JobId, limit: u32) -> Result<Vec<AttemptEnd>, StoreError> {
-        let mut reader = self.readers.acquire().await.doing("list how attempts ended")?;
+        let mut reader = self.readers.acquire().await.doing("list how the attempts of a job ended")?;
         latest_ends(&mut reader, job, "1", limit).await
     }
 }
@@ -220,7 +220,8 @@ pub(super) async fn failure_after(
 /// A job created by an older rlood has no recorded progress. A job that continues another job's checkpoint begins at that step.
 async fn ends_count(tx: &mut SqliteConnection, job: JobId, which: &'static str) -> Result<u64, StoreError> {
     let query = sqlx::AssertSqlSafe(format!("SELECT COUNT(*) AS ends FROM attempt_ends WHERE job_id = ? AND {which}"));
-    let row = sqlx::query(query).bind(job.to_string()).fetch_one(tx).await.doing("count the ends of attempts")?;
+    let row =
+        sqlx::query(query).bind(job.to_string()).fetch_one(tx).await.doing("count how the attempts of a job ended")?;
     count_column(&row, "ends")
 }
 
@@ -235,7 +236,7 @@ async fn latest_ends(
         "SELECT * FROM attempt_ends WHERE job_id = ? AND {which} ORDER BY attempt DESC LIMIT ?"
     ));
     let rows = sqlx::query(query).bind(job.to_string()).bind(limit).fetch_all(connection).await;
-    rows.doing("list how attempts ended")?.iter().map(read).collect()
+    rows.doing("list how the attempts of a job ended")?.iter().map(read).collect()
 }
 
 fn read(row: &SqliteRow) -> Result<AttemptEnd, StoreError> {

@@ -98,7 +98,7 @@ impl Store {
 
     /// Stores a part of an answer, durably. `NotFound` if the request is unknown.
     pub async fn callback_receive(&self, id: &str, chunk: &Chunk, now: i64) -> Result<Received, StoreError> {
-        let doing = "store a part of a late answer";
+        let doing = "store a part of a late answer of a reward service";
         let mut tx = self.begin(doing).await?;
         let row = sqlx::query("SELECT * FROM reward_callbacks WHERE id = ?")
             .bind(id)

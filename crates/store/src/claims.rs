@@ -218,7 +218,7 @@ impl Store {
 
     /// Checks that the attempt owns the job; `LeaseLost` otherwise.
     pub async fn claim_check(&self, job: JobId, attempt: u64) -> Result<(), StoreError> {
-        let mut reader = self.readers.acquire().await.doing("check a claim")?;
+        let mut reader = self.readers.acquire().await.doing("check a worker's claim on a job")?;
         owned_row(&mut reader, job, attempt).await.map(|_| ())
     }
 
@@ -338,7 +338,7 @@ impl Store {
             .bind(lease_end(now, lease_ms))
             .execute(&self.writer)
             .await
-            .doing("extend claims")?;
+            .doing("extend the claims of a worker on its jobs")?;
         Ok(())
     }
 }
@@ -493,7 +493,7 @@ pub(super) async fn owned_row(
         .bind(int(attempt))
         .fetch_optional(connection)
         .await
-        .doing("check a claim")?
+        .doing("check a worker's claim on a job")?
         .ok_or(StoreError::LeaseLost)?;
     JobRow::read(&row)
 }

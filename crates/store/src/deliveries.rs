@@ -36,7 +36,7 @@ impl DeliveryState {
     fn parse(text: &str) -> Result<Self, StoreError> {
         let all = [DeliveryState::Pending, DeliveryState::Delivered, DeliveryState::Failed];
         let known = all.into_iter().find(|state| state.as_str() == text);
-        known.ok_or_else(|| corrupt("state")(format!("'{text}' is not a state of a delivery")))
+        known.ok_or_else(|| corrupt("state")(format!("'{text}' is not the state of a webhook delivery")))
     }
 }
 
@@ -126,7 +126,7 @@ impl Store {
         .bind(now)
         .fetch_optional(&self.writer)
         .await
-        .doing("queue a test message")?
+        .doing("queue a test message of a webhook")?
         // The webhook may have been deleted since the request was checked.
         .ok_or_else(|| StoreError::NotFound { kind: "webhook", id: webhook.to_string() })?;
         DeliveryRow::read(&row)
@@ -143,7 +143,7 @@ impl Store {
         .bind(webhook.to_string())
         .fetch_optional(&self.writer)
         .await
-        .doing("queue a message again")?
+        .doing("queue a webhook message again")?
         .ok_or_else(|| StoreError::NotFound { kind: "delivery", id: id.to_owned() })?;
         DeliveryRow::read(&row)
     }
@@ -155,7 +155,7 @@ impl Store {
             .bind(webhook.to_string())
             .fetch_optional(&self.readers)
             .await
-            .doing("read a message")?
+            .doing("read a webhook message")?
             .ok_or_else(|| StoreError::NotFound { kind: "delivery", id: id.to_owned() })?;
         DeliveryRow::read(&row)
     }
@@ -181,7 +181,7 @@ impl Store {
         .bind(i64::from(limit) + 1)
         .fetch_all(&self.readers)
         .await
-        .doing("list messages")?;
+        .doing("list webhook messages")?;
         let data = rows.iter().map(DeliveryRow::read).collect::<Result<Vec<_>, _>>()?;
         Ok(page(data, limit, |row| cursor("deliveries", [&row.time.to_string(), &row.id])))
     }
@@ -192,7 +192,7 @@ impl Store {
             .bind(id)
             .fetch_all(&self.readers)
             .await
-            .doing("read a message's delivery attempts")?
+            .doing("read the delivery attempts of a webhook message")?
             .iter()
             .map(|row| {
                 Ok(TryRow {
@@ -278,7 +278,7 @@ impl Store {
         sqlx::query("SELECT state, COUNT(*) AS messages FROM deliveries GROUP BY state")
             .fetch_all(&self.readers)
             .await
-            .doing("count messages")?
+            .doing("count webhook messages")?
             .iter()
             .map(|row| Ok((DeliveryState::parse(column(row, "state")?)?, count_column(row, "messages")?)))
             .collect()

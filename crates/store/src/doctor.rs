@@ -31,7 +31,7 @@ impl Store {
         .bind(only_active)
         .fetch_all(&self.readers)
         .await
-        .doing("list alerts")?
+        .doing("list the alerts of a job")?
         .iter()
         .map(AlertRow::read)
         .collect()
@@ -43,7 +43,7 @@ impl Store {
             .bind(job.to_string())
             .fetch_optional(&self.readers)
             .await
-            .doing("read the training phase")?
+            .doing("read the training phase of a job")?
             .map(|row| json_column(&row, "change"))
             .transpose()
     }
@@ -92,7 +92,7 @@ pub(super) async fn alert_store(
         .bind(to_json("alert", alert)?)
         .execute(&mut *tx)
         .await
-        .doing("store an alert")?;
+        .doing("store an alert of a job")?;
     if alert.on_alert == OnAlert::Stop {
         let ending = Ending {
             code: EndingCode::Alert,
@@ -126,7 +126,7 @@ pub(super) async fn alert_clear(
         .bind(int(raised_step))
         .execute(&mut *tx)
         .await
-        .doing("clear an alert")?;
+        .doing("clear an alert of a job")?;
     let data = json!({ "rule": rule, "raised_step": raised_step, "step": step });
     event_insert(tx, job, "alert_cleared", now, data).await.map(drop)
 }
@@ -145,7 +145,7 @@ pub(super) async fn phase_store(
         .bind(to_json("change", change)?)
         .execute(&mut *tx)
         .await
-        .doing("store a training phase")?;
+        .doing("store the training phase of a job")?;
     let data = serde_json::to_value(change).unwrap_or(Value::Null);
     event_insert(tx, job, "training_phase", now, data).await.map(drop)
 }
@@ -196,7 +196,12 @@ pub(super) async fn doctor_rewind(tx: &mut SqliteConnection, job: JobId, last_ke
         "DELETE FROM training_phases WHERE job_id = ?1 AND step > ?2",
         "UPDATE jobs SET ending = NULL WHERE id = ?1 AND ?2 IS NOT NULL",
     ] {
-        sqlx::query(statement).bind(job.to_string()).bind(last_kept).execute(&mut *tx).await.doing("rewind a job")?;
+        sqlx::query(statement)
+            .bind(job.to_string())
+            .bind(last_kept)
+            .execute(&mut *tx)
+            .await
+            .doing("rewind a job to its checkpoint")?;
     }
     Ok(())
 }

@@ -114,7 +114,7 @@ impl Store {
         .bind(limit.clamp(1, 1000))
         .fetch_all(&self.readers)
         .await
-        .doing("read events")?
+        .doing("read the events of a job")?
         .iter()
         .map(EventRow::read)
         .collect()
@@ -126,7 +126,7 @@ impl Store {
             .bind(job.to_string())
             .fetch_one(&self.readers)
             .await
-            .doing("read the latest event")
+            .doing("read the latest event of a job")
     }
 
     /// Returns the steps from `min_step` to `max_step` (both inclusive), ordered by step, with training before evaluation;
@@ -148,7 +148,7 @@ impl Store {
         .bind(kind.map(|kind| variant_name(&kind)).transpose()?)
         .fetch_all(&self.readers)
         .await
-        .doing("read steps")?
+        .doing("read the training steps of a job")?
         .iter()
         .map(StepRow::read)
         .collect()
@@ -168,7 +168,7 @@ impl Store {
                 .bind(i64::from(limit) + 1)
                 .fetch_all(&self.readers)
                 .await
-                .doing("read logs")?;
+                .doing("read the log of a job")?;
         let data = rows.iter().map(LogRow::read).collect::<Result<Vec<_>, _>>()?;
         Ok(page(data, limit, |row| cursor("logs", [&row.id.to_string()])))
     }
@@ -190,7 +190,7 @@ async fn event_store(
                 .bind(job.to_string())
                 .execute(&mut *tx)
                 .await
-                .doing("store a phase")?;
+                .doing("store the training phase of a job")?;
             if phase.map(history_group) != Some(history_group(*new)) {
                 event_insert(tx, job, "phase", now, json!({ "phase": new, "step": step })).await?;
             }
@@ -211,13 +211,13 @@ async fn event_store(
             .bind(metrics.get("reward").copied().flatten())
             .execute(&mut *tx)
             .await
-            .doing("store a step")?;
+            .doing("store a training step of a job")?;
             sqlx::query("UPDATE jobs SET step = MAX(step, ?) WHERE id = ?")
                 .bind(int(*step))
                 .bind(job.to_string())
                 .execute(&mut *tx)
                 .await
-                .doing("store a step")?;
+                .doing("store a training step of a job")?;
             let headlines: Metrics =
                 metrics.iter().filter(is_headline).map(|(key, value)| (key.clone(), *value)).collect();
             event_insert(tx, job, "step", now, json!({ "step": step, "kind": kind, "metrics": headlines })).await?;
@@ -364,7 +364,7 @@ pub(super) async fn log_insert(
         .bind(kept)
         .execute(tx)
         .await
-        .doing("append a log line")?;
+        .doing("append a line to the log of a job")?;
     Ok(())
 }
 

@@ -66,7 +66,7 @@ pub enum FilesError {
         source: io::Error,
     },
     /// The file has more bytes than allowed.
-    #[error("more than {limit_bytes} bytes")]
+    #[error("the file has more than {limit_bytes} bytes, the maximum")]
     TooLarge {
         /// Maximum size of the file, in bytes.
         limit_bytes: u64,
@@ -255,7 +255,7 @@ impl DataDir {
         let files = self.clone();
         tokio::task::spawn_blocking(move || work(&files)).await.unwrap_or_else(|error| {
             Err(FilesError::Io {
-                doing: "work on files in the background, under",
+                doing: "complete a background task on the files in",
                 path: self.root().to_owned(),
                 source: io::Error::other(error),
             })
@@ -342,7 +342,7 @@ impl StagedDone {
         self.path.disarm();
         let parent = to.parent().unwrap_or(Path::new("/")).to_owned();
         let synced = tokio::task::spawn_blocking(move || sync_dir(&parent)).await;
-        synced.unwrap_or_else(|error| Err(cannot("sync the directory of", to)(io::Error::other(error))))
+        synced.unwrap_or_else(|error| Err(cannot("flush the directory of the file", to)(io::Error::other(error))))
     }
 }
 
@@ -413,7 +413,7 @@ fn lock(root: &Path) -> Result<File, FilesError> {
         .create(true)
         .truncate(false)
         .open(&path)
-        .map_err(cannot("open the lock file", &path))?;
+        .map_err(cannot("open the data directory's lock file", &path))?;
     match file.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
@@ -485,7 +485,7 @@ fn compare_sums(file: &FileEntry, size_bytes: u64, sha256: Sha256Digest) -> Resu
         return Err(mismatch(&file.name, &format!("the file has {size_bytes} bytes instead of {}", file.size_bytes)));
     }
     if sha256 != file.sha256 {
-        return Err(mismatch(&file.name, "the SHA-256 of the file is not the listed one"));
+        return Err(mismatch(&file.name, "the SHA-256 of the file differs from the listed one"));
     }
     Ok(())
 }

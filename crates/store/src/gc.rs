@@ -146,8 +146,8 @@ impl Found {
         let Found { kind, name, size_bytes, live, adapters, used_at } = self;
         let jobs = |number: u64| if number == 1 { "1 job".to_owned() } else { format!("{number} jobs") };
         let (reason, removal) = match keep_ms {
-            _ if live > 0 => (format!("in use by {} (queued, running or paused)", jobs(live)), None),
-            _ if adapters > 0 => (format!("adapters of {} need it", jobs(adapters)), None),
+            _ if live > 0 => (format!("it is in use by {} (queued, running or paused)", jobs(live)), None),
+            _ if adapters > 0 => (format!("the adapters that {} trained need this model", jobs(adapters)), None),
             Some(keep_ms) if used_at < now - keep_ms => {
                 (format!("no job has used it for longer than --retain-{kind}"), removal)
             }

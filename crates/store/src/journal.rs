@@ -47,7 +47,7 @@ impl Store {
         after: i64,
         now: i64,
     ) -> Result<JournalPage, StoreError> {
-        let doing = "read the journal";
+        let doing = "read the journal of a job's actions";
         let mut reader = self.readers.acquire().await.doing(doing)?;
         owned_row(&mut reader, job, attempt).await?;
         let mut page = JournalPage { entries: Vec::new(), next: None };
@@ -196,7 +196,7 @@ pub(super) async fn journal_trim(tx: &mut SqliteConnection, job: JobId, step: u6
         .bind(variant_name(&SamplePhase::Train)?)
         .execute(tx)
         .await
-        .doing("trim the journal")?;
+        .doing("trim the journal of a job's actions")?;
     Ok(())
 }
 
@@ -212,7 +212,11 @@ pub(super) async fn journal_close(tx: &mut SqliteConnection, job: JobId, end: St
         State::Queued | State::Running | State::Paused => &[],
     };
     for statement in statements {
-        sqlx::query(*statement).bind(job.to_string()).execute(&mut *tx).await.doing("close the journal")?;
+        sqlx::query(*statement)
+            .bind(job.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing("close the journal of a job's actions")?;
     }
     Ok(())
 }
@@ -237,7 +241,7 @@ pub(super) async fn journal_copy(
     .bind(completions)
     .execute(tx)
     .await
-    .doing("copy a journal")?;
+    .doing("copy the journal of a job's actions")?;
     Ok(())
 }
 

@@ -98,7 +98,7 @@ impl Store {
             .bind(key)
             .execute(&self.writer)
             .await
-            .doing("free an idempotency key")?;
+            .doing("release the idempotency key of a failed request")?;
         Ok(())
     }
 
@@ -107,7 +107,7 @@ impl Store {
         sqlx::query("DELETE FROM idempotency_keys WHERE status IS NULL")
             .execute(&self.writer)
             .await
-            .doing("free idempotency keys")?;
+            .doing("release the idempotency keys of interrupted requests")?;
         Ok(())
     }
 

@@ -35,7 +35,7 @@ impl LeaseWatch {
         if went > MIN_UNAVAILABLE_MS || set_by.abs() > MIN_CLOCK_JUMP_MS {
             tracing::warn!(
                 target: "rlood::serve::leases", away_ms = went, clock_set_by_ms = set_by,
-                "every lease is renewed, because the server was unavailable or the clock was set"
+                "the server renews the lease of every worker's job, because the server was unavailable or the clock was set"
             );
             store.leases_renew(wall_ms, self.lease_ms).await?;
         }

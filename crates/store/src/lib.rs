@@ -209,7 +209,7 @@ pub enum StoreError {
         action: Action,
     },
     /// The attempt no longer owns the job.
-    #[error("the claim is lost: this attempt no longer owns the job")]
+    #[error("the claim on the job is lost: this attempt of the job no longer owns it")]
     LeaseLost,
     /// The page cursor was not created by this server.
     #[error("the cursor does not belong to this list: start again without 'after'")]
@@ -388,7 +388,7 @@ impl Store {
     /// Checkpoints the write-ahead log when it has grown, in parallel with the writer. Otherwise about one write in a hundred would
     /// have to checkpoint it and take longer.
     pub async fn log_checkpoint(&self) -> Result<(), StoreError> {
-        let doing = "checkpoint the database's log";
+        let doing = "copy the write-ahead log into the database";
         let (_, pages, folded): (i64, i64, i64) =
             sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&self.checkpointer).await.doing(doing)?;
         if pages - folded >= CHECKPOINT_PAGES {

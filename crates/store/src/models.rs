@@ -119,7 +119,7 @@ impl Store {
             .bind(from)
             .execute(&self.writer)
             .await
-            .doing("move a model")?;
+            .doing("store the new directory of a model")?;
         Ok(())
     }
 

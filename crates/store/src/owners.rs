@@ -43,6 +43,10 @@ impl Store {
     }
 
     async fn owner_of(&self, query: &'static str, id: &str) -> Result<Option<String>, StoreError> {
-        sqlx::query_scalar(query).bind(id).fetch_optional(&self.readers).await.doing("look up an object's owner")
+        sqlx::query_scalar(query)
+            .bind(id)
+            .fetch_optional(&self.readers)
+            .await
+            .doing("look up who owns a job, dataset or other object")
     }
 }

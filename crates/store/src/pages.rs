@@ -66,7 +66,7 @@ impl Store {
             .bind(i64::from(limit) + 1)
             .fetch_all(&self.readers)
             .await
-            .doing("read a page of a list")?;
+            .doing("read a page of a list of objects")?;
         let place = |row: &SqliteRow| Ok((column::<i64>(row, "created_at")?.to_string(), column::<String>(row, "id")?));
         let data = rows.iter().map(|row| Ok((read(row)?, place(row)?))).collect::<Result<Vec<_>, StoreError>>()?;
         let page = page(data, limit, |(_, (created_at, id))| cursor(list, [created_at, id]));

@@ -59,7 +59,7 @@ pub async fn publish_checkpoint(
         removed.iter().try_for_each(|old| data.checkpoint_remove(old.job, old.step, old.attempt))
     });
     if let Err(error) = swept.await {
-        tracing::warn!(target: "rlood::http::worker", %job, error = with_causes(&error), "a rotated checkpoint could not be removed");
+        tracing::warn!(target: "rlood::http::worker", %job, error = with_causes(&error), "the files of an old checkpoint could not be removed");
     }
     Ok(publication.id)
 }

@@ -53,7 +53,7 @@ async fn recover_exports(store: &Store, files: &DataDir) -> Result<(), RecoveryE
     files.export_sweep(&ids)?;
     for export in exports {
         if export.state == TaskState::Succeeded && !files.export_dir(&export.id).is_dir() {
-            tracing::warn!(target: "rlood::serve", export = export.id, "the files of the export are gone; its row is removed");
+            tracing::warn!(target: "rlood::serve", export = export.id, "the files of an export are missing; its row in the database is removed");
             store.task_delete(TaskKind::Export, &export.id).await?;
         }
     }

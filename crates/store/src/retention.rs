@@ -106,7 +106,7 @@ impl Store {
         .bind(BATCH_SIZE)
         .execute(&self.writer)
         .await
-        .doing("remove old messages")?;
+        .doing("remove old webhook messages")?;
         Ok(removed.rows_affected())
     }
 }

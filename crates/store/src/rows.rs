@@ -66,7 +66,7 @@ pub(super) fn variant_column<T: DeserializeOwned>(
 pub(super) fn variant_name<T: Serialize>(value: &T) -> Result<String, StoreError> {
     match serde_json::to_value(value).map_err(corrupt("word"))? {
         Value::String(word) => Ok(word),
-        other => Err(corrupt("word")(format!("{other} is not a text"))),
+        other => Err(corrupt("word")(format!("the value {other} is not a text"))),
     }
 }
 

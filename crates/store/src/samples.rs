@@ -230,7 +230,7 @@ impl Store {
         .bind(job.to_string())
         .fetch_optional(&self.readers)
         .await
-        .doing("read the number of removed samples")?
+        .doing("read the number of removed samples of a job")?
         .as_ref()
         .map(SamplesRemoved::read)
         .transpose()
@@ -245,7 +245,7 @@ impl Store {
         max_bytes: u64,
         now: i64,
     ) -> Result<Option<SamplesRemoved>, StoreError> {
-        let doing = "remove old samples";
+        let doing = "remove old samples of a job";
         let size = "SELECT COALESCE(MAX(size_bytes), 0) FROM sample_usage WHERE job_id = ?";
         let used: i64 = sqlx::query_scalar(size).bind(job.to_string()).fetch_one(&self.readers).await.doing(doing)?;
         if max_bytes == 0 || used <= int(max_bytes) {

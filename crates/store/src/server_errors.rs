@@ -65,7 +65,7 @@ impl Store {
             .bind(int(attempt))
             .execute(&self.writer)
             .await
-            .doing("complete a claim")?;
+            .doing("reset a job's count of server errors")?;
         Ok(())
     }
 

@@ -20,10 +20,13 @@ impl Store {
     /// Writes a consistent copy to a file that does not exist yet. `keep` receives every checkpoint that the copy will name before
     /// the server can remove one. Other writes are paused for some milliseconds until the copy has begun.
     pub async fn snapshot_to(&self, path: &Path, keep: &mut impl FnMut(&[CheckpointRow])) -> Result<(), StoreError> {
-        let doing = "copy the database";
+        let doing = "copy the database into a backup";
         // The file contains secrets from the first byte on. SQLite treats an empty file like a missing one.
         super::make_private(path).map_err(|error| StoreError::Open { path: path.to_owned(), source: error.into() })?;
-        let name = path.to_str().ok_or("the path is not UTF-8").map_err(corrupt("path of a snapshot"))?;
+        let name = path
+            .to_str()
+            .ok_or("the path of the database's copy is not UTF-8")
+            .map_err(corrupt("path of a snapshot"))?;
         let mut pause = self.pause_writes().await;
         let end = Instant::now() + MAX_WRITE_PAUSE;
         keep(&self.checkpoint_all().await?);
@@ -135,7 +138,7 @@ fn is_busy(error: &sqlx::Error) -> bool {
 
 async fn rollback(pause: Option<Transaction<'static, Sqlite>>) -> Result<(), StoreError> {
     match pause {
-        Some(pause) => pause.rollback().await.doing("unblock other writers"),
+        Some(pause) => pause.rollback().await.doing("let other writers use the database again"),
         None => Ok(()),
     }
 }

@@ -71,7 +71,7 @@ impl Store {
             .bind(limit)
             .fetch_one(&self.readers)
             .await
-            .doing("read steps")?;
+            .doing("read the training steps of a job")?;
         let mut text = text.unwrap_or_default();
         let lines = text.split(LINE_END).count();
         if text.is_empty() || lines < limit as usize {
@@ -95,7 +95,7 @@ impl Store {
             .bind(json!(steps).to_string())
             .fetch_one(&self.readers)
             .await
-            .doing("read some steps")?;
+            .doing("read some training steps of a job")?;
         Ok(StepLines(text.unwrap_or_default()))
     }
 }

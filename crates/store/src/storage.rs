@@ -100,7 +100,7 @@ impl Store {
         &self,
         sql: &'static str,
     ) -> Result<Vec<(T, String)>, StoreError> {
-        let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("list owners")?;
+        let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("list the owners of stored data")?;
         rows.iter().map(|row| Ok((id_column(row, "id")?, column(row, "owner")?))).collect()
     }
 

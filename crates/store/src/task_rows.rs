@@ -99,7 +99,7 @@ pub(super) async fn task_row_insert(tx: &mut SqliteConnection, new: NewTask, now
     .bind(now)
     .fetch_one(&mut *tx)
     .await
-    .doing("create a task")?;
+    .doing("create a task (a verdict or an export)")?;
     TaskRow::read(&row)
 }
 

@@ -48,7 +48,7 @@ impl Store {
             .bind(kind.as_str())
             .fetch_optional(&self.readers)
             .await
-            .doing("read a task")?
+            .doing("read a task (a verdict or an export)")?
             .ok_or_else(|| StoreError::NotFound { kind: kind.as_str(), id: id.to_owned() })?;
         TaskRow::read(&row)
     }
@@ -60,7 +60,7 @@ impl Store {
             .bind(kind.as_str())
             .fetch_optional(&self.readers)
             .await
-            .doing("read the newest task")?
+            .doing("read the newest task (verdict or export) of a job")?
             .map(|row| TaskRow::read(&row))
             .transpose()
     }
@@ -81,7 +81,7 @@ impl Store {
         .bind(checkpoint.map(|id| id.to_string()))
         .fetch_all(&self.readers)
         .await
-        .doing("list tasks")?
+        .doing("list tasks (verdicts or exports)")?
         .iter()
         .map(TaskRow::read)
         .collect()
@@ -122,7 +122,7 @@ impl Store {
                 .bind(int(attempt))
                 .execute(&self.writer)
                 .await
-                .doing("store a task's progress")?;
+                .doing("store the progress of a task (a verdict or an export)")?;
         Ok(noted.rows_affected() == 1)
     }
 
@@ -185,7 +185,7 @@ impl Store {
     /// Queues the running tasks again, because the server that ran them has ended.
     pub async fn tasks_requeue(&self) -> Result<u64, StoreError> {
         let again = sqlx::query("UPDATE tasks SET state = 'queued' WHERE state = 'running'");
-        Ok(again.execute(&self.writer).await.doing("queue tasks again")?.rows_affected())
+        Ok(again.execute(&self.writer).await.doing("queue tasks (verdicts and exports) again")?.rows_affected())
     }
 
     /// Deletes a task that has ended; the caller then removes its files.
@@ -195,7 +195,7 @@ impl Store {
             .bind(kind.as_str())
             .execute(&self.writer)
             .await
-            .doing("remove a task")?;
+            .doing("remove a task (a verdict or an export)")?;
         Ok(())
     }
 
@@ -205,7 +205,7 @@ impl Store {
             .bind(kind.as_str())
             .fetch_all(&self.readers)
             .await
-            .doing("list all tasks")?
+            .doing("list all tasks (verdicts and exports)")?
             .iter()
             .map(TaskRow::read)
             .collect()
@@ -217,7 +217,7 @@ impl Store {
             .bind(now)
             .fetch_all(&self.readers)
             .await
-            .doing("find expired tasks")?
+            .doing("find expired tasks (verdicts and exports)")?
             .iter()
             .map(TaskRow::read)
             .collect()
@@ -268,7 +268,7 @@ impl Store {
         .bind(i64::from(limit) + 1)
         .fetch_all(&self.readers)
         .await
-        .doing("list judged rows")?;
+        .doing("list the rows that a verdict compared")?;
         let read = |row: &SqliteRow| Ok((column::<i64>(row, "seq")?, json_column(row, "row")?));
         let data = rows.iter().map(read).collect::<Result<Vec<(i64, Value)>, StoreError>>()?;
         let page = page(data, limit, |(seq, _)| cursor("verdict rows", [&seq.to_string()]));

@@ -82,7 +82,7 @@ impl Store {
             .bind(name)
             .fetch_one(&self.readers)
             .await
-            .doing("look up a table")
+            .doing("check whether the database has a table")
     }
 
     async fn missing_migration(&self) -> Result<Option<i64>, StoreError> {

@@ -6,10 +6,10 @@ use super::claims::{Charge, job_release_seen, jobs_of_worker};
 use super::events::log_insert;
 use super::{Doing, Store, StoreError, column, corrupt, id_column};
 use crate::id::{JobId, WorkerId};
-use crate::protocol::Register;
+use crate::protocol::{KernelFacts, Register};
 
 /// A worker and its state.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct WorkerRow {
     /// Id of the worker.
     pub id: WorkerId,
@@ -21,6 +21,8 @@ pub struct WorkerRow {
     pub threads: u32,
     /// Version of the worker's rlood.
     pub version: String,
+    /// CPU kernels of the worker; `None` on a GPU.
+    pub kernels: Option<KernelFacts>,
     /// Whether it is a child process of this server, which ends when the server does.
     pub child: bool,
     /// Time of the worker's last message, Unix time in milliseconds.
@@ -36,12 +38,13 @@ pub struct WorkerRow {
 impl Store {
     /// Registers a worker, or updates its registration.
     pub async fn worker_register(&self, register: &Register, now: i64) -> Result<(), StoreError> {
-        let Register { worker, device, pid, threads, version, child, protocol: _ } = register;
+        let Register { worker, device, pid, threads, version, child, protocol: _, kernels } = register;
+        let kernels = kernels.as_ref().map(serde_json::to_string).transpose().map_err(corrupt("kernels"))?;
         sqlx::query(
-            "INSERT INTO workers (id, device, pid, threads, version, child, seen_at, created_at) \
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7) ON CONFLICT (id) DO UPDATE SET device = excluded.device, \
+            "INSERT INTO workers (id, device, pid, threads, version, child, seen_at, created_at, kernels) \
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8) ON CONFLICT (id) DO UPDATE SET device = excluded.device, \
              pid = excluded.pid, threads = excluded.threads, version = excluded.version, child = excluded.child, \
-             seen_at = excluded.seen_at, lost_at = NULL",
+             kernels = excluded.kernels, seen_at = excluded.seen_at, lost_at = NULL",
         )
         .bind(worker.to_string())
         .bind(device)
@@ -50,6 +53,7 @@ impl Store {
         .bind(version)
         .bind(child)
         .bind(now)
+        .bind(kernels)
         .execute(&self.writer)
         .await
         .doing("register a worker")?;
@@ -159,6 +163,10 @@ impl WorkerRow {
             pid: column(row, "pid")?,
             threads: column(row, "threads")?,
             version: column(row, "version")?,
+            kernels: column::<Option<&str>>(row, "kernels")?
+                .map(serde_json::from_str)
+                .transpose()
+                .map_err(corrupt("kernels"))?,
             child: column(row, "child")?,
             seen_at: column(row, "seen_at")?,
             created_at: column(row, "created_at")?,
@@ -189,6 +197,6 @@ pub(super) async fn worker_mark_lost(tx: &mut SqliteConnection, worker: WorkerId
         .bind(worker.to_string())
         .execute(tx)
         .await
-        .doing("mark a worker as lost")?;
+        .doing("store that a worker is lost")?;
     Ok(())
 }

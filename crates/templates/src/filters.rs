@@ -227,7 +227,7 @@ fn flatten_args(args: &[Value]) -> Result<Vec<Value>, Error> {
     Ok(all)
 }
 
-#[expect(clippy::too_many_lines, reason = "one formula for each cost")]
+#[expect(clippy::too_many_lines, reason = "the function has one formula for each kind of cost")]
 fn charge_call(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
     charge(args.len() as u64)?;
     let args = flatten_args(args)?;

@@ -103,7 +103,7 @@ impl Chunk {
         let mut flaws = Flaws::default();
         let value = parse(body).map_err(|why| vec![flaw("", "syntax", format!("the body is not JSON: {why}"))])?;
         let Value::Object(body) = value else {
-            let detail = format!("an object {{results, done}} is expected, not {}", name(&value));
+            let detail = format!("the body must be an object {{results, done}}, not {}", name(&value));
             return Err(vec![flaw("", "invalid_type", detail)]);
         };
         match body.get("id") {
@@ -119,7 +119,11 @@ impl Chunk {
             None | Some(Value::Null) => false,
             Some(Value::Bool(done)) => *done,
             Some(other) => {
-                flaws.push("/done", "invalid_type", format!("must be true or false, not {}", name(other)));
+                flaws.push(
+                    "/done",
+                    "invalid_type",
+                    format!("the field 'done' must be true or false, not {}", name(other)),
+                );
                 false
             }
         };
@@ -133,8 +137,7 @@ impl Chunk {
             Some(other) => flaws.push("/results", "invalid_type", format!("must be a list, not {}", name(other))),
             None if done => {}
             None => {
-                let detail =
-                    "give a list of {sample_id, reward}; the shorthands of a synchronous answer have no sample ids";
+                let detail = "give the results as a list of {sample_id, reward}; the short forms of a synchronous answer have no sample ids";
                 flaws.push("/results", "required", detail.to_owned());
             }
         }
@@ -144,7 +147,7 @@ impl Chunk {
 
 fn read_entry(value: &Value, pointer: &str, flaws: &mut Flaws) -> Option<Entry> {
     let Value::Object(entry) = value else {
-        let detail = format!("must be an object with sample_id and reward, not {}", name(value));
+        let detail = format!("a result must be an object with sample_id and reward, not {}", name(value));
         flaws.push(pointer, "invalid_type", detail);
         return None;
     };
@@ -154,7 +157,7 @@ fn read_entry(value: &Value, pointer: &str, flaws: &mut Flaws) -> Option<Entry> 
             Some(Entry { sample_id: sample_id.clone(), result: Value::Object(entry.clone()).to_string() })
         }
         Some(other) => {
-            let detail = format!("must be a string as in the request, not {}", name(other));
+            let detail = format!("the sample's id must be a string as in the request, not {}", name(other));
             flaws.push(&format!("{pointer}/sample_id"), "invalid_type", detail);
             None
         }
@@ -162,7 +165,7 @@ fn read_entry(value: &Value, pointer: &str, flaws: &mut Flaws) -> Option<Entry> 
             flaws.push(
                 &format!("{pointer}/sample_id"),
                 "required",
-                "give the sample's id as in the request".to_owned(),
+                "give the sample's id as it was in the reward request".to_owned(),
             );
             None
         }
@@ -175,7 +178,8 @@ fn check_value(entry: &Map<String, Value>, pointer: &str, flaws: &mut Flaws) {
         None | Some(Value::Null) => {}
         Some(Value::Object(_) | Value::String(_)) => return,
         Some(other) => {
-            let detail = format!("must be an object {{code, message, retryable}}, not {}", name(other));
+            let detail =
+                format!("the error of a result must be an object {{code, message, retryable}}, not {}", name(other));
             return flaws.push(&format!("{pointer}/error"), "invalid_type", detail);
         }
     }

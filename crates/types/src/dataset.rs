@@ -218,7 +218,7 @@ impl RowParser<'_> {
         let read = match json::read(text) {
             Ok(value) => Ok(value),
             Err(_) if std::str::from_utf8(text).is_err() => {
-                wrong("encoding", "not UTF-8; save the file as UTF-8".to_owned())
+                wrong("encoding", "the file is not UTF-8; save it as UTF-8".to_owned())
             }
             Err(error) => {
                 let what = json::error_text(&error);
@@ -243,7 +243,7 @@ impl RowParser<'_> {
         for field in fields {
             match std::str::from_utf8(field) {
                 Ok(text) => texts.push(text),
-                Err(_) => return wrong("encoding", "not UTF-8; save the file as UTF-8".to_owned()),
+                Err(_) => return wrong("encoding", "the file is not UTF-8; save it as UTF-8".to_owned()),
             }
         }
         let Some(header) = &*self.header else {
@@ -471,20 +471,22 @@ pub fn check_prompt(prompt: &Value) -> Result<(), (&'static str, String)> {
 }
 
 fn check_message(index: usize, message: &Value) -> Result<(), (&'static str, String)> {
-    let wrong = |what: String| Err(("invalid_message", format!("message {index} of the prompt {what}")));
+    let wrong = |what: String| Err(("invalid_message", format!("message {index} of the prompt: {what}")));
     let Value::Object(message) = message else {
-        return wrong(format!("is {}: it must be {{\"role\": …, \"content\": …}}", kind(message)));
+        return wrong(format!("the message is {}, but must be {{\"role\": …, \"content\": …}}", kind(message)));
     };
     match message.get("role") {
         Some(Value::String(role)) if !role.is_empty() => {}
-        Some(_) | None => return wrong("has no 'role': give one such as system, user or assistant".to_owned()),
+        Some(_) | None => {
+            return wrong("the message has no 'role': give one such as system, user or assistant".to_owned());
+        }
     }
     match message.get("content") {
         Some(Value::String(_)) => Ok(()),
         Some(Value::Array(_)) => {
-            wrong("content is a list of parts: only a string is supported (text, no images)".to_owned())
+            wrong("its content is a list of parts: only a string is supported (text, no images)".to_owned())
         }
-        Some(other) => wrong(format!("has {} as 'content': it must be a string", kind(other))),
+        Some(other) => wrong(format!("its 'content' is {}, but must be a string", kind(other))),
         None => wrong("has no 'content'".to_owned()),
     }
 }

@@ -127,7 +127,7 @@ pub fn advice(dtype: ExportDtype, survived: Survived, largest: f32) -> Option<St
             "export with dtype float32 or float16, or use the adapter itself"
         }
         ExportDtype::Bfloat16 | ExportDtype::Float16 => "export with dtype float32, or use the adapter itself",
-        ExportDtype::Float32 => "use the adapter itself",
+        ExportDtype::Float32 => "use the adapter itself, without merging it",
     };
     Some(format!(
         "rounding to {} keeps {:.0} % of the adapter's update (cosine {:.2}), so the merged model behaves more like the base model: {instead}",

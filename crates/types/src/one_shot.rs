@@ -15,13 +15,13 @@ pub enum OneShotError {
     #[error("the server is shutting down")]
     Stopping,
     /// The child did not end within this time and was killed.
-    #[error("no report within {} s", .0.as_secs())]
+    #[error("the child process sent no report within {} s", .0.as_secs())]
     TimedOut(Duration),
     /// The child was killed or ran out of memory; the text is its exit status.
-    #[error("the child was killed ({0})")]
+    #[error("the child process was killed ({0})")]
     Killed(String),
     /// The child ended without a report; the text is its exit status.
-    #[error("the child ended without a report ({0})")]
+    #[error("the child process ended without a report ({0})")]
     Ended(String),
     /// The child could not be started, or a pipe to it failed; the text is the cause.
     #[error("{0}")]

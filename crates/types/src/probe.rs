@@ -46,11 +46,11 @@ pub struct ProbeReport {
     /// Whether everything was measured. If false, the time limit or a failure ended the preflight early, and the figures cover what
     /// was done by then.
     pub complete: bool,
-    /// The failure that ended the preflight early; null = none, or the time limit.
+    /// The failure that ended the preflight early; null = none, or the time limit was reached.
     pub error: Option<ProbeError>,
     /// Number of prompts that were sampled and scored, spread over the dataset.
     pub prompts: u64,
-    /// The failure that ended the preflight early; null = none, or the time limit was reached.
+    /// Number of completions that were sampled and scored.
     pub completions: u64,
     /// Mean of the weighted reward, before clipping and KL penalty.
     pub reward: Option<f64>,
@@ -73,6 +73,11 @@ pub struct ProbeReport {
     pub mean_completion_length: Option<f64>,
     /// Wall-clock time of one optimizer step on this server's first device, measured and scaled to the job's batch size.
     pub step_seconds: Option<StepSeconds>,
+    /// Instruction set of the CPU kernels that `step_seconds` was measured with, as in `--isa`; null on a GPU. The workers of
+    /// this server choose the same one.
+    #[serde(default)]
+    #[schema(example = "avx512_bf16")]
+    pub isa: Option<String>,
     /// Estimated time of the whole job without its evaluations and checkpoints, in seconds; null unless a full step was measured.
     pub eta_s: Option<f64>,
     /// Width of the model's residual stream; null = unknown.

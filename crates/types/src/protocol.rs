@@ -45,6 +45,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 use crate::callback::{Accepted, CallbackTerms, Entry, Later};
 use crate::digest::Sha256Digest;
@@ -93,6 +94,21 @@ pub struct Register {
     /// Version of this protocol ([`PROTOCOL`]) in the worker.
     #[serde(default = "first_protocol")]
     pub protocol: u32,
+    /// CPU kernels of the worker; null for a worker on a GPU, and for workers of versions before this field.
+    #[serde(default)]
+    pub kernels: Option<KernelFacts>,
+}
+
+/// The CPU kernels of a worker.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct KernelFacts {
+    /// Name of the instruction set, as in `--isa`: the requested one, or with `auto` the fastest one.
+    #[schema(example = "avx512_bf16")]
+    pub isa: String,
+    /// Speed of the bf16 instructions of AVX-512 (`avx512_bf16`) divided by the speed of `avx512` in f32, measured when the worker
+    /// started; null if the CPU does not have them. `auto` chooses `avx512_bf16` if the quotient is at least 1.3.
+    #[schema(example = 1.98)]
+    pub avx512_bf16_gain: Option<f64>,
 }
 
 /// The server's response to a registration.

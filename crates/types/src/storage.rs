@@ -84,7 +84,7 @@ impl fmt::Display for StorageKind {
 
 /// The error for a kind that cannot have a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' has no limit: name models, datasets or checkpoints")]
+#[error("the storage of '{0}' has no limit: name models, datasets or checkpoints")]
 pub struct NoLimit(String);
 
 impl FromStr for StorageKind {

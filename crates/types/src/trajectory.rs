@@ -205,7 +205,7 @@ pub mod exact_f32s {
         let (values, rest) = bytes.as_chunks::<4>();
         match rest {
             [] => Ok(Some(values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect::<Vec<f32>>().into())),
-            rest => Err(D::Error::custom(format!("{} bytes too many for numbers of 4", rest.len()))),
+            rest => Err(D::Error::custom(format!("the list of 4-byte numbers has {} bytes too many", rest.len()))),
         }
     }
 }

@@ -64,7 +64,8 @@ fn export(task: &ExportTask) -> Result<ExportResult, EngineError> {
         }
         true
     };
-    let merged = merge(input, &mut progress)?.ok_or_else(|| EngineError::Input("the export was stopped".to_owned()))?;
+    let merged = merge(input, &mut progress)?
+        .ok_or_else(|| EngineError::Input("the export of the checkpoint was stopped".to_owned()))?;
     let dtype = match merged.dtype {
         MergedDtype::Float32 => ExportDtype::Float32,
         MergedDtype::Float16 => ExportDtype::Float16,

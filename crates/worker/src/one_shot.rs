@@ -23,7 +23,7 @@ const EXIT_ORPHAN: i32 = 3;
 /// Fails when the line is not a valid task.
 pub fn read_task<Task: DeserializeOwned>() -> Result<Task, OneShotError> {
     let line = first_line()?;
-    let task = serde_json::from_str(&line).map_err(failed("the task cannot be read"))?;
+    let task = serde_json::from_str(&line).map_err(failed("the task on standard input is not valid"))?;
     exit_with_server().map_err(failed("cannot start the thread that watches standard input"))?;
     Ok(task)
 }
@@ -33,13 +33,13 @@ pub fn read_task<Task: DeserializeOwned>() -> Result<Task, OneShotError> {
 /// # Errors
 /// Fails when standard output is closed.
 pub fn write_report<Report: Serialize>(report: &Report) -> Result<(), OneShotError> {
-    write_line(&serde_json::to_string(report).map_err(failed("the report cannot be written"))?)
+    write_line(&serde_json::to_string(report).map_err(failed("cannot write the report to standard output"))?)
 }
 
 /// Formats an engine error with its causes, without paths of this machine.
 pub(crate) fn error_text(error: &EngineError) -> String {
     match error {
-        EngineError::Io { source, .. } => format!("a file cannot be read: {source}"),
+        EngineError::Io { source, .. } => format!("a file of the model or checkpoint cannot be read: {source}"),
         other => with_causes(other),
     }
 }
@@ -52,12 +52,14 @@ fn first_line() -> Result<String, OneShotError> {
     // Makes this process the first one that the kernel kills when memory runs out, before the server and workers with a job. Only
     // Linux has the file `oom_score_adj`.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
-    read_line().map_err(failed("cannot read the task"))
+    read_line().map_err(failed("cannot read the task from standard input"))
 }
 
 fn write_line(text: &str) -> Result<(), OneShotError> {
     let mut stdout = std::io::stdout().lock();
-    writeln!(stdout, "{text}").and_then(|()| stdout.flush()).map_err(failed("cannot write the report"))
+    writeln!(stdout, "{text}")
+        .and_then(|()| stdout.flush())
+        .map_err(failed("cannot write the report to standard output"))
 }
 
 fn read_line() -> std::io::Result<String> {

@@ -17,10 +17,12 @@ use serde_json::Value;
 use tokio::runtime::Handle;
 
 use crate::args::ProbeArgs;
+use crate::device::Device;
 use crate::doctor::OnAlert;
 use crate::engine;
 use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, RunEnd, TrainInput};
+use crate::engine::kernels::isa::Isa;
 use crate::engine::memory::peak_resident_bytes;
 use crate::engine::random::{Key, Stream};
 use crate::engine::rollout::num_generations;
@@ -32,7 +34,7 @@ use crate::probe::{Observed, ProbeError, ProbeReport, ProbeTask, ProbedSample, m
 use crate::reward::Rewards;
 use crate::reward::webhook::Webhook;
 use crate::reward_model::LocalRewardModels;
-use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets};
+use crate::spec::{ComputeDtype, OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets};
 
 /// Stack size of the engine's thread: autograd sorts its graph recursively, and the graph of a long sequence is deep. Only pages
 /// that are touched use memory.
@@ -64,10 +66,18 @@ pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
         Err(error) => ProbeReport { error: Some(error), ..ProbeReport::default() },
     };
     report.peak_memory_bytes = peak_resident_bytes();
+    report.isa = isa_name(args.device, plan.training.dtype);
     report.hidden_size = card.ok().map(|card| card.config.shape().hidden_size);
     report.verdict = verdict(&report, &plan);
     one_shot::write_report(&report)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Name of the instruction set of the CPU kernels for jobs of this precision; `None` on a GPU.
+fn isa_name(device: Device, dtype: ComputeDtype) -> Option<String> {
+    let isa = Isa::chosen().ok().filter(|_| device == Device::Cpu)?;
+    let isa = if dtype == ComputeDtype::F32 { isa.vectors() } else { isa };
+    Some(isa.name().to_owned())
 }
 
 fn failed(code: &str, message: impl std::fmt::Display) -> ProbeError {
@@ -112,7 +122,8 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
             let _ = sender.send(probe.run());
         })
         .map_err(|error| failed("thread", error))?;
-    let mut report = receiver.await.map_err(|_| failed("panicked", "the engine panicked; see the server's log"))?;
+    let mut report =
+        receiver.await.map_err(|_| failed("panicked", "the training engine panicked; see the server's log"))?;
     report.reward_range = combined_range(&limited, &ranges);
     report.warnings.splice(0..0, remarks.into_iter().flatten());
     Ok(report)

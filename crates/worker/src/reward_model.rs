@@ -143,7 +143,9 @@ impl Scorer {
                 Ok((ids, truncated)) => {
                     let scores = scores.next().unwrap_or_default();
                     let reward = scores.get(self.label).copied().map(f64::from);
-                    let reward = reward.ok_or_else(|| EngineError::Input("the model returned no score".to_owned()))?;
+                    let reward = reward.ok_or_else(|| {
+                        EngineError::Input("the reward model returned no score for a completion".to_owned())
+                    })?;
                     let named = self.card().labels.iter().cloned().zip(scores.into_iter().map(f64::from));
                     let scores = if self.card().labels.len() > 1 { named.collect() } else { Vec::new() };
                     Ok(Scored { reward, scores, num_tokens: ids.len(), truncated })

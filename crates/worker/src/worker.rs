@@ -41,10 +41,11 @@ use crate::args::{WorkerArgs, default_cache_dir};
 use crate::causes::with_causes;
 use crate::device::machine_threads;
 use crate::engine::host::{Host, RunEnd, TrainInput};
+use crate::engine::kernels::isa::Isa;
 use crate::exit::end_process;
 use crate::id::WorkerId;
 use crate::outgoing::OutgoingPolicy;
-use crate::protocol::{ClaimRequest, Finish, Outcome, PROTOCOL, Register, Registered};
+use crate::protocol::{ClaimRequest, Finish, KernelFacts, Outcome, PROTOCOL, Register, Registered};
 use crate::reward::client::{Pace, RewardClient};
 use client::{ClaimRef, Client, ClientError, with_retries};
 
@@ -114,6 +115,12 @@ struct Worker {
     reward_pace: Pace,
     /// HTTP connections for rewards, kept from job to job while the policy for outgoing addresses stays the same.
     reward_client: Mutex<Option<RewardClient>>,
+}
+
+/// Describes the CPU kernels of this process; `None` on a GPU.
+fn kernel_facts(device: &str) -> Option<KernelFacts> {
+    let isa = Isa::chosen().ok().filter(|_| device == "cpu")?;
+    Some(KernelFacts { isa: isa.name().to_owned(), avx512_bf16_gain: Isa::bf16_gain() })
 }
 
 /// Runs `rlood worker` until SIGTERM or SIGINT, and returns code 0 then.
@@ -209,6 +216,7 @@ impl Worker {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             child: self.child,
             protocol: PROTOCOL,
+            kernels: kernel_facts(&self.device),
         };
         let Registered { heartbeat_ms, lease_ms, protocol } =
             with_retries(|| self.client.register(&register), ClientError::is_transient).await?;

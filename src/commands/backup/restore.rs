@@ -27,10 +27,15 @@ pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
     let bytes = fill(&from, &manifest, &stage.root).await?;
     let dropped = if drop_keys { Some(drop_credentials(&stage.root.join(DATABASE)).await?) } else { None };
     stage.publish()?;
-    println!("{} files, {bytes} bytes from {} in {}", manifest.files.len(), manifest.created_at, data_dir.display());
+    println!(
+        "restored {} files with {bytes} bytes from the backup of {} to {}",
+        manifest.files.len(),
+        manifest.created_at,
+        data_dir.display()
+    );
     if let Some(Dropped { keys, sessions }) = dropped {
         let data_dir = data_dir.display();
-        println!("removed {keys} API keys and {sessions} sessions");
+        println!("removed {keys} API keys and {sessions} browser sessions from the restored data");
         if keys > 0 {
             println!("create a key: rlood keys create --name admin --scopes admin --data-dir {data_dir}");
         }
@@ -72,7 +77,7 @@ impl Stage {
         let around = tempfile::Builder::new()
             .prefix(".rlood-restore-")
             .tempdir_in(parent)
-            .map_err(io("create a directory in", parent))?;
+            .map_err(io("create a temporary directory for the restored data in", parent))?;
         let root = around.path().join("data");
         make_private_dir(&root)?;
         Ok(Stage { around, root, target, reserved })
@@ -101,7 +106,7 @@ impl Stage {
 async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, BackupError> {
     let damaged = |name: &str, what: &str| BackupError::Damaged { path: name.to_owned(), what: what.to_owned() };
     if let Some(name) = manifest.files.keys().find(|name| !is_plain(name)) {
-        return Err(damaged(name, "the path is outside the backup"));
+        return Err(damaged(name, "the manifest lists a path outside the backup"));
     }
     let mut bytes = 0;
     let mut named = Vec::new();
@@ -115,12 +120,12 @@ async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, Back
         let (size_bytes, sha256) = match copy_hashed(&from.join(name), &root.join(name)) {
             Ok(copied) => copied,
             Err(FilesError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-                return Err(damaged(name, "the file is missing"));
+                return Err(damaged(name, "the backup does not contain this file"));
             }
             Err(error) => return Err(error.into()),
         };
         if (Entry { size_bytes, sha256: sha256.to_string() }) != *entry {
-            return Err(damaged(name, "the file differs from the hash in the manifest"));
+            return Err(damaged(name, "the file's hash differs from the one in the backup's manifest"));
         }
         if name == DATABASE {
             named = named_files(&root.join(DATABASE)).await?;
@@ -128,7 +133,9 @@ async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, Back
         bytes += size_bytes;
     }
     match named.into_iter().find(|name| !manifest.files.contains_key(name)) {
-        Some(name) => Err(damaged(&name, "the database refers to it, but the manifest does not list it")),
+        Some(name) => {
+            Err(damaged(&name, "the backup's database refers to this file, but the manifest does not list it"))
+        }
         None => Ok(bytes),
     }
 }
@@ -142,9 +149,13 @@ fn read_manifest(from: &Path) -> Result<Manifest, BackupError> {
         }
         _ => bad(error.to_string()),
     })?;
-    let manifest: Manifest = serde_json::from_slice(&text).map_err(|error| bad(format!("cannot be read: {error}")))?;
+    let manifest: Manifest =
+        serde_json::from_slice(&text).map_err(|error| bad(format!("the backup's manifest cannot be read: {error}")))?;
     if manifest.format != FORMAT {
-        return Err(bad(format!("unknown format {}: use the version of rlood that wrote the backup", manifest.format)));
+        return Err(bad(format!(
+            "the backup has the unknown format {}: use the version of rlood that wrote it",
+            manifest.format
+        )));
     }
     if !manifest.files.contains_key(DATABASE) {
         return Err(bad(format!("the manifest does not list {DATABASE}")));

@@ -157,7 +157,7 @@ struct BusyProcess(Child);
 impl BusyProcess {
     fn start() -> Result<Self, BenchError> {
         let child = Command::new("sh").args(["-c", "while :; do :; done"]).spawn();
-        child.map(BusyProcess).map_err(io("start a busy process"))
+        child.map(BusyProcess).map_err(io("start a process that keeps a CPU core busy"))
     }
 }
 

@@ -38,6 +38,9 @@ pub struct ProcessorLimits {
     pub fma_gflop_s: f64,
     /// Products of bf16 tiles, in 1e9 operations per second; None without AMX.
     pub amx_gflop_s: Option<f64>,
+    /// Multiply-adds of bf16 pairs (AVX512-BF16), in 1e9 operations per second; None unless that instruction set is used.
+    #[serde(default)]
+    pub avx512_bf16_gflop_s: Option<f64>,
 }
 
 /// Limits of a GPU, as its driver and cuBLAS reach them.
@@ -98,6 +101,7 @@ fn processor(threads: usize) -> Result<ProcessorLimits, BenchError> {
         read_gb_s: read_gb_s(&team, READ_BYTES),
         fma_gflop_s: peak_gflops(isa.vectors(), &team),
         amx_gflop_s: (isa == Isa::Amx).then(|| peak_gflops(Isa::Amx, &team)),
+        avx512_bf16_gflop_s: (isa == Isa::Avx512Bf16).then(|| peak_gflops(isa, &team)),
     })
 }
 
@@ -108,7 +112,7 @@ fn gpu(ordinal: u32, only: Option<Precision>) -> Result<Limits, BenchError> {
 
 #[cfg(not(feature = "cuda"))]
 fn gpu(ordinal: u32, _only: Option<Precision>) -> Result<Limits, BenchError> {
-    let detail = format!("cuda:{ordinal} cannot be measured: this build has no CUDA");
+    let detail = format!("the GPU cuda:{ordinal} cannot be measured: this build of rlood has no CUDA");
     Err(EngineError::Input(detail).into())
 }
 
@@ -124,7 +128,9 @@ impl Limits {
     /// Returns the measured limit of matrix products of this precision, in 1e9 operations per second; None if not measured.
     pub fn peak_gflop_s(&self, dtype: Precision) -> Option<f64> {
         match (self, dtype) {
-            (Limits::Processor(limits), Precision::Bf16) => Some(limits.amx_gflop_s.unwrap_or(limits.fma_gflop_s)),
+            (Limits::Processor(limits), Precision::Bf16) => {
+                Some(limits.amx_gflop_s.or(limits.avx512_bf16_gflop_s).unwrap_or(limits.fma_gflop_s))
+            }
             (Limits::Processor(limits), Precision::F32) => Some(limits.fma_gflop_s),
             (Limits::Gpu(limits), Precision::Bf16) => limits.bf16.map(|peak| peak.gflop_s),
             (Limits::Gpu(limits), Precision::F32) => limits.f32.map(|peak| peak.gflop_s),

@@ -60,8 +60,9 @@ pub fn measure(setting: &Setting<'_>) -> Result<MismatchFigures, BenchError> {
         let rows: Vec<Trajectory<'_>> = group.iter().map(|row| Trajectory::new(prompt, &row.segments)).collect();
         for (row, score) in group.iter().zip(policy.score(&rows, 1.0, Adapter::On)?) {
             let recorded = row.segments.logps();
-            let recorded = recorded
-                .ok_or_else(|| BenchError::Job("sampling did not record the log-probs of the tokens".to_owned()))?;
+            let recorded = recorded.ok_or_else(|| {
+                BenchError::Job("sampling did not record the log-probabilities of the sampled tokens".to_owned())
+            })?;
             recorded.iter().zip(&score.logps).for_each(|(sampled, trained)| differences.add(*sampled, *trained));
         }
     }

@@ -27,7 +27,10 @@ const NEVER: f32 = -1000.0;
 /// Fails when a file cannot be written.
 pub fn write(dir: &Path, shape: &Shape, dtype: Precision) -> Result<(), BenchError> {
     let written = |name: &'static str| {
-        move |source: io::Error| BenchError::Io { doing: format!("write {name} of the random model"), source }
+        move |source: io::Error| BenchError::Io {
+            doing: format!("write the file {name} of the model with random weights"),
+            source,
+        }
     };
     let save = |name: &str, value: &Value| std::fs::write(dir.join(name), value.to_string());
     save("config.json", &shape.config_json()).map_err(written("config.json"))?;

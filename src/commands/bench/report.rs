@@ -78,6 +78,9 @@ impl<'a> Report<'a> {
                 if let Some(amx) = limits.amx_gflop_s {
                     rate("tile products, bf16", amx, "GFLOP/s");
                 }
+                if let Some(pairs) = limits.avx512_bf16_gflop_s {
+                    rate("multiply-adds of pairs, bf16 (AVX512-BF16)", pairs, "GFLOP/s");
+                }
             }
             Some(Limits::Gpu(limits)) => {
                 println!("\nlimits ({}, {}, {} MiB)", limits.device, limits.name, limits.memory_bytes >> 20);
@@ -260,6 +263,7 @@ impl<'a> Report<'a> {
             ("gemm_tflop_s", self.kernels.as_ref().map(|kernels| kernels.gemm_tflop_s)),
             ("fma_gflop_s", self.processor(|limits| Some(limits.fma_gflop_s))),
             ("amx_gflop_s", self.processor(|limits| limits.amx_gflop_s)),
+            ("avx512_bf16_gflop_s", self.processor(|limits| limits.avx512_bf16_gflop_s)),
             ("busy_ratio", self.busy.as_ref().map(|busy| busy.ratio)),
         ];
         all.extend(headline.into_iter().filter_map(|(name, value)| Some((name.to_owned(), json!(value?)))));

@@ -48,7 +48,8 @@ pub struct Lengths(usize, usize);
 /// Fails when the file does not exist, is not such an array, or a length is 0.
 pub fn read(setting: &Setting<'_>) -> Result<Vec<Lengths>, BenchError> {
     let path = setting.args.requests.as_ref();
-    let path = path.ok_or_else(|| BenchError::Job("the part `requests` needs the flag --requests FILE".to_owned()))?;
+    let path = path
+        .ok_or_else(|| BenchError::Job("the benchmark's part `requests` needs the flag --requests FILE".to_owned()))?;
     let text = std::fs::read_to_string(path).map_err(super::io(format!("read {}", path.display())))?;
     parse(&text).map_err(|detail| BenchError::Job(format!("--requests {}: {detail}", path.display())))
 }
@@ -56,8 +57,8 @@ pub fn read(setting: &Setting<'_>) -> Result<Vec<Lengths>, BenchError> {
 fn parse(text: &str) -> Result<Vec<Lengths>, String> {
     let lengths: Vec<Lengths> = serde_json::from_str(text).map_err(|error| error.to_string())?;
     match lengths.iter().position(|Lengths(prompt, completion)| *prompt == 0 || *completion == 0) {
-        Some(index) => Err(format!("request {index} has the length 0, which must be at least 1")),
-        None if lengths.is_empty() => Err("the list contains no request".to_owned()),
+        Some(index) => Err(format!("request {index} in the list has the length 0, which must be at least 1")),
+        None if lengths.is_empty() => Err("the list of requests is empty".to_owned()),
         None => Ok(lengths),
     }
 }

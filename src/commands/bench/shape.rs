@@ -61,13 +61,15 @@ impl Shape {
             "qwen3-4b" | "4b" => QWEN3_4B,
             "qwen3-8b" | "8b" => QWEN3_8B,
             other => {
-                return Err(refused(format!("'{other}' must be one of tiny, small, qwen3-0.6b, qwen3-4b, qwen3-8b")));
+                return Err(refused(format!(
+                    "the model '{other}' must be one of tiny, small, qwen3-0.6b, qwen3-4b, qwen3-8b"
+                )));
             }
         };
         for part in parts {
-            let (key, value) = part
-                .split_once('=')
-                .ok_or_else(|| refused(format!("'{part}' must have the form KEY=N, for example layers=2")))?;
+            let (key, value) = part.split_once('=').ok_or_else(|| {
+                refused(format!("the dimension '{part}' must have the form KEY=N, for example layers=2"))
+            })?;
             if key == "tie" {
                 shape.tie = value.parse().map_err(|_| refused("tie must be true or false".to_owned()))?;
                 continue;
@@ -85,7 +87,7 @@ impl Shape {
                 "pos" => &mut shape.pos,
                 _ => {
                     let known = "hidden, layers, heads, kv, head_dim, inter, vocab, pos, tie";
-                    return Err(refused(format!("'{key}' must be one of {known}")));
+                    return Err(refused(format!("the dimension '{key}' must be one of {known}")));
                 }
             };
             *slot = number;

@@ -72,7 +72,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<StepFigures, BenchError> {
     let steps = u64::from(args.steps) + 1;
     let rows = rows(setting, (steps * u64::from(args.prompts)) as usize)?;
     let plan = plan(setting, args.generations, &rows, steps)?;
-    let scratch = tempfile::tempdir().map_err(io("create a temporary directory"))?;
+    let scratch = tempfile::tempdir().map_err(io("create a temporary directory for the measured run"))?;
     let mut clock = Clock {
         setting,
         estimate_mib: estimate_mib(setting, &plan),

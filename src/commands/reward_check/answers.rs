@@ -47,7 +47,7 @@ impl Check {
             self.find("content_type", Outcome::Ok, media_type, "");
         } else {
             let shown = if media_type.is_empty() { "none".to_owned() } else { format!("'{media_type}'") };
-            let fix = "send content-type: application/json; proxies and tools depend on it";
+            let fix = "send the header content-type: application/json; proxies and tools depend on it";
             self.find("content_type", Outcome::Warning, format!("the answer's content-type is {shown}"), fix);
         }
         let value: Value = serde_json::from_slice(&got.body).unwrap_or_default();
@@ -62,7 +62,7 @@ impl Check {
         } else if version.is_some_and(|version| version != "1") {
             Some(format!("the answer's 'version' is {}, not \"1\"", version.unwrap_or(&Value::Null)))
         } else if answered.is_none() {
-            Some("the answer does not repeat the request's 'id'".to_owned())
+            Some("the service's answer does not repeat the request's 'id'".to_owned())
         } else if answered != Some(&json!(id)) {
             Some(format!("the answer's 'id' is {}, not the request's", answered.unwrap_or(&Value::Null)))
         } else {
@@ -193,7 +193,7 @@ impl Check {
             ("cut_completion", "a truncated completion (finish_reason \"length\")", cut),
             ("no_columns", "a row without chat messages and without columns besides the prompt", plain),
             ("odd_columns", "a row whose columns have every JSON type", columns),
-            ("other_ids", "a sample whose id is not s_0 and whose group is not g_0", lone),
+            ("other_ids", "a sample with another id than s_0 and another group than g_0", lone),
         ];
         for (check, what, sample) in cases {
             let one = vec![sample];
@@ -309,7 +309,11 @@ impl Check {
             .collect();
         if !absent.is_empty() {
             let shown = absent.iter().take(5).copied().collect::<Vec<_>>().join(", ");
-            problems.push(format!("no result for {} of {} samples ({shown})", absent.len(), samples.len()));
+            problems.push(format!(
+                "the answer has no result for {} of {} samples ({shown})",
+                absent.len(),
+                samples.len()
+            ));
         }
         let invalid = samples.iter().zip(&answer.found).enumerate().filter_map(|(at, (sample, found))| match found {
             Found::Invalid(what) => Some(format!("{what} at index {at} ({})", sample.sample_id)),
@@ -326,10 +330,13 @@ fn describe_result(found: &Found) -> String {
         Found::Judged(judgement) => match (&judgement.error, judgement.value.number()) {
             (Some(error), _) => format!("no reward ({}: {})", error.code, error.message),
             (None, Some(number)) => format!("reward {number}"),
-            (None, None) => "the reward does not apply (null)".to_owned(),
+            (None, None) => "the reward does not apply to this sample (null)".to_owned(),
         },
         Found::Retryable(error) => {
-            format!("no reward yet, the sample may be sent again ({}: {})", error.code, error.message)
+            format!(
+                "the service has no reward for the sample yet, which may be sent again ({}: {})",
+                error.code, error.message
+            )
         }
         Found::Invalid(what) => what.clone(),
         Found::Absent => "no result".to_owned(),

@@ -185,13 +185,23 @@ impl Check {
             self.find("async", Outcome::Failed, format!("202, then {wrong}"), BODY);
         } else if !missing.is_empty() {
             let detail = format!("202, then done without results for {}", missing.join(", "));
-            self.find("async", Outcome::Failed, detail, "send \"done\": true with the last results, not before");
+            self.find(
+                "async",
+                Outcome::Failed,
+                detail,
+                "send \"done\": true in the callback with the last results, not in an earlier one",
+            );
         } else if !done && polled == 0 {
-            let fix = "end with \"done\": true: otherwise the job waits for the deadline before it requests missing results again";
-            self.find("async", Outcome::Warning, format!("all results after {ms} ms, but no \"done\": true"), fix);
+            let fix = "send \"done\": true in the last callback: otherwise the job waits for the deadline before it requests missing results again";
+            self.find(
+                "async",
+                Outcome::Warning,
+                format!("all results arrived after {ms} ms, but no callback had \"done\": true"),
+                fix,
+            );
         } else {
             let detail = format!(
-                "202, then all results within {ms} ms in {callbacks} callbacks, {polled} requests to status_url"
+                "the service answered 202, then sent all results within {ms} ms in {callbacks} callbacks; {polled} requests went to status_url"
             );
             self.find("async", Outcome::Ok, detail, "");
         }
@@ -216,7 +226,7 @@ impl Inbox {
         let (mut accepted, mut duplicate, mut unknown) = (0, 0, 0);
         for result in body.get("results").and_then(Value::as_array).into_iter().flatten() {
             let Some(id) = result.get("sample_id").and_then(Value::as_str) else {
-                self.problems.push("a result has no 'sample_id'".to_owned());
+                self.problems.push("a result in a callback has no 'sample_id'".to_owned());
                 continue;
             };
             if !self.ids.iter().any(|known| known == id) {

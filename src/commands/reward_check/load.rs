@@ -22,7 +22,12 @@ impl Check {
         let [first, second] = [self.ask_with(&id, &body, &samples).await, self.ask_with(&id, &body, &samples).await];
         match (first, second) {
             (Ok(first), Ok(second)) if numbers(&first) == numbers(&second) => {
-                self.find("idempotency", Outcome::Ok, "repeating a request (same id) returned the same rewards", "");
+                self.find(
+                    "idempotency",
+                    Outcome::Ok,
+                    "a repeated request (same id) got the same rewards as the first one",
+                    "",
+                );
             }
             (Ok(_), Ok(_)) => {
                 let fix = "a request is repeated with the same id and bytes when its answer was lost: store the answer by \

@@ -16,7 +16,7 @@ impl Check {
             Ok(got) => got,
             Err(why) => {
                 let fix = "start the service, and give the URL at which this machine reaches it, path included";
-                self.find("ping", Outcome::Failed, format!("no answer to a POST: {why}"), fix);
+                self.find("ping", Outcome::Failed, format!("the reward service did not answer a POST: {why}"), fix);
                 return false;
             }
         };
@@ -28,12 +28,13 @@ impl Check {
             }
             300..=399 => {
                 let to = got.location.as_deref().unwrap_or("another address").to_owned();
-                let fix = format!("redirects are never followed: use {to} as the reward's url");
+                let fix = format!("rlood never follows redirects: use {to} as the reward's url");
                 self.find("ping", Outcome::Failed, detail, &fix);
                 return false;
             }
             401 | 403 if self.wire.key.is_none() => {
-                let fix = "the service requires authentication: give its --secret, or the --header that it expects";
+                let fix =
+                    "the reward service requires authentication: give its --secret, or the --header that it expects";
                 self.find("ping", Outcome::Failed, detail, fix);
                 return false;
             }
@@ -78,18 +79,24 @@ impl Check {
         if let Some(given) = object.get("max_batch_samples").filter(|given| !given.is_null())
             && given.as_u64().is_none_or(|most| most == 0)
         {
-            return warn(format!("max_batch_samples is {given}, not a whole number of at least 1"));
+            return warn(format!(
+                "the service announces the max_batch_samples {given}, which must be a whole number of at least 1"
+            ));
         }
         if let Some(given) = object.get("modes").filter(|given| !given.is_null()) {
             let known = |mode: &Value| matches!(mode.as_str(), Some("sync" | "async"));
             if !given.as_array().is_some_and(|modes| !modes.is_empty() && modes.iter().all(known)) {
-                return warn(format!("modes is {given}; must be [\"sync\"], [\"async\"] or both"));
+                return warn(format!(
+                    "the service announces the modes {given}, which must be [\"sync\"], [\"async\"] or both"
+                ));
             }
         }
         if let Some(given) = object.get("range").filter(|given| !given.is_null()) {
             let bounds = given.as_array().map(|range| range.iter().filter_map(Value::as_f64).collect::<Vec<_>>());
             if !bounds.is_some_and(|bounds| bounds.len() == 2 && bounds[0] < bounds[1]) {
-                return warn(format!("range is {given}, not [lowest, highest]"));
+                return warn(format!(
+                    "the service announces the reward range {given}, which must be [lowest, highest]"
+                ));
             }
         }
         self.ping = serde_json::from_value::<PingReply>(value.clone()).ok();

@@ -87,14 +87,14 @@ impl Wire {
             let mut body = Vec::new();
             while let Some(chunk) = response.chunk().await.map_err(|error| SendError::new(&error).text())? {
                 if body.len() + chunk.len() > MAX_RESPONSE_BYTES {
-                    return Err("the answer is larger than 8 MiB, the maximum".to_owned());
+                    return Err("the service's answer is larger than 8 MiB, the maximum".to_owned());
                 }
                 body.extend_from_slice(&chunk);
             }
             let status = response.status().as_u16();
             Ok(Got { status, content_type, content_encoding, location, body, latency: start.elapsed() })
         };
-        let late = || Err(format!("no complete answer within {} ms", self.timeout.as_millis()));
+        let late = || Err(format!("the service sent no complete answer within {} ms", self.timeout.as_millis()));
         tokio::time::timeout(self.timeout, exchange).await.unwrap_or_else(|_| late())
     }
 

@@ -48,7 +48,7 @@ pub(super) async fn receive(
                 document.extend_from_slice(&piece.map_err(|error| body_problem(&error))?);
                 if document.len() > MAX_DOCUMENT_BYTES {
                     return Err(bad_form(format!(
-                        "a request for an adapter of the hub must be at most {MAX_DOCUMENT_BYTES} bytes"
+                        "a request that names an adapter of the hub must be at most {MAX_DOCUMENT_BYTES} bytes"
                     )));
                 }
             }

@@ -101,7 +101,9 @@ pub(super) fn bounded(state: &AppState, asker: Asker, response: Response) -> Res
     let refused =
         |detail: String| Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_AFTER_S).into_response();
     let Ok(of_connection) = connection.map(|connection| connection.open_stream()).transpose() else {
-        return refused("this connection has reached its limit of event streams: open another connection".to_owned());
+        return refused(
+            "this connection has reached its limit of open event streams: open another connection".to_owned(),
+        );
     };
     let Some(of_holder) = state.streams.enter(Holder::of(&caller, client)) else {
         let whose = if *caller.actor() == Actor::Anonymous { "this address" } else { "this key" };

@@ -46,7 +46,7 @@ impl<S: Send + Sync> FromRequestParts<S> for WorkerPass {
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
         let pass = parts.extensions.get::<WorkerPass>().cloned();
-        pass.ok_or_else(|| Problem::internal("a worker route is outside the worker authentication layer"))
+        pass.ok_or_else(|| Problem::internal("the worker authentication layer does not cover a route of workers"))
     }
 }
 

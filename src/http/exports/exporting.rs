@@ -47,7 +47,7 @@ impl Work for Exporting {
             Err(OneShotError::Stopping) => Ok(None),
             Err(OneShotError::Killed(_)) => failed(export_error(
                 "killed",
-                "the process that wrote the export was killed, most likely because it ran out of memory; try again when no job runs",
+                "the process that wrote the exported model was killed, most likely because it ran out of memory; try again when no job runs",
             )),
             Err(error) => failed(export_error("process_failed", error.to_string())),
         }
@@ -65,7 +65,7 @@ fn export_error(code: &str, message: impl Into<String>) -> ExportError {
 }
 
 fn internal(cause: &str) -> ExportError {
-    tracing::error!(cause, "an export failed");
+    tracing::error!(cause, "an export of a checkpoint failed");
     export_error("internal", "the server could not store the export: try again, and see the server's log")
 }
 

@@ -53,7 +53,7 @@ async fn files_of(state: &AppState, rows: Prompts) -> Result<Files, Problem> {
         source => {
             let mut staged = state.files.stage(u64::MAX).await?;
             let Source::Records(records) = source else {
-                return Err(Problem::internal("rows of several sources cannot be mapped together"));
+                return Err(Problem::internal("the rows of several dataset sources cannot be mapped together"));
             };
             for record in &records {
                 staged.write(format!("{record}\n").as_bytes()).await?;

@@ -94,10 +94,12 @@ impl Rows {
     ) -> Result<(), Broken> {
         let mut lines = lines.iter().peekable();
         while let Some(line) = lines.next() {
-            let line = line.map_err(|_| "a line of steps")?;
+            let line = line.map_err(|_| "a stored line of step metrics is malformed")?;
             let is_same = |next: &Result<StepLine<'_>, _>| next.as_ref().is_ok_and(|next| next.step == line.step);
             let metrics = match lines.next_if(is_same) {
-                Some(other) => Cow::Owned(together(line, other.map_err(|_| "a line of steps")?)?),
+                Some(other) => {
+                    Cow::Owned(together(line, other.map_err(|_| "a stored line of step metrics is malformed")?)?)
+                }
                 None => Cow::Borrowed(line.metrics),
             };
             self.take_row(line.step, &metrics, keys, columns.as_deref_mut())?;
@@ -118,7 +120,7 @@ impl Rows {
         match keys {
             None => {
                 let inner = metrics.trim().strip_prefix('{').and_then(|rest| rest.strip_suffix('}'));
-                let inner = inner.ok_or("not a JSON object")?.trim();
+                let inner = inner.ok_or("the stored metrics are not a JSON object")?.trim();
                 if !inner.is_empty() {
                     self.text.push(',');
                     self.text.push_str(inner);
@@ -157,8 +159,11 @@ impl Rows {
 
 impl Columns {
     fn put(&mut self, row: usize, place: usize, key: &str, value: &str) -> Result<(), Broken> {
-        let value =
-            if value == "null" { f64::NAN } else { value.parse().map_err(|_| "a metric that is not a number")? };
+        let value = if value == "null" {
+            f64::NAN
+        } else {
+            value.parse().map_err(|_| "the value of a stored metric is not a number")?
+        };
         let likely = self.likely.get(place).copied();
         let is = |index: &usize| self.columns.get(*index).is_some_and(|column| column.key == key);
         let index = likely.filter(is).or_else(|| self.columns.iter().position(|column| column.key == key));
@@ -214,7 +219,7 @@ pub(super) fn from_json(key: &str) -> String {
 pub(super) fn entries(object: &str) -> Entries<'_> {
     match object.trim_start().strip_prefix('{') {
         Some(rest) => entries_after_brace(rest),
-        None => Entries { rest: Err("not a JSON object") },
+        None => Entries { rest: Err("the stored metrics are not a JSON object") },
     }
 }
 
@@ -250,7 +255,7 @@ impl<'a> Iterator for Entries<'a> {
             }
             None => {
                 self.rest = Ok("");
-                Some(Err("metrics that are not numbers by name"))
+                Some(Err("the stored metrics do not map names to numbers"))
             }
         }
     }

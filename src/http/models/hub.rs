@@ -160,7 +160,7 @@ fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan)
         let digest = match announced {
             Some(FileHash::Sha256(digest)) => digest,
             _ if file.name.ends_with(".safetensors") => {
-                return Err(format!("{}: the hub does not provide a sha256 for it", file.name));
+                return Err(format!("{}: the hub does not provide the sha256 of this file", file.name));
             }
             _ => {
                 let read =
@@ -219,7 +219,7 @@ async fn known(state: &AppState, caller: &Caller, id: &str, repo: &Repo) -> Resu
     };
     let conflict = |detail: String| Problem::new(Code::Conflict, detail.clone()).item("/id", "taken", detail);
     if !caller.may_use_model(&row.owner) {
-        return Err(conflict(format!("the id '{}' is taken; choose another one", shortened(id))));
+        return Err(conflict(format!("the model id '{}' is taken; choose another one", shortened(id))));
     }
     match &row.hub {
         Some(hub) if hub.repo == repo.id() && hub.revision == repo.revision() => {

@@ -74,7 +74,11 @@ pub(super) fn read(body: &Value, plan: &Plan) -> Result<Wanted, Problem> {
         },
         Some((_, Some(name))) if names.contains(&name) => Some(name.to_owned()),
         Some((other, _)) => {
-            wrong("replaces", "invalid_value", format!("the job's rewards are {}, not {other}", names.join(", ")));
+            wrong(
+                "replaces",
+                "invalid_value",
+                format!("the rewards of the job are {}; it has no reward {other}", names.join(", ")),
+            );
             None
         }
     };
@@ -98,7 +102,7 @@ pub(super) fn read(body: &Value, plan: &Plan) -> Result<Wanted, Problem> {
 }
 
 pub(super) fn invalid(errors: Vec<FieldError>) -> Problem {
-    Problem::new(Code::InvalidBody, "this cannot be re-scored; see 'errors'").items(errors)
+    Problem::new(Code::InvalidBody, "this request to re-score samples is not valid; see 'errors'").items(errors)
 }
 
 pub(super) fn rewards_of(plan: &Plan, phase: SamplePhase) -> &[RewardPlan] {

@@ -72,7 +72,8 @@ pub(super) async fn with_columns(
     };
     let rows = rows_of(state, dataset.id, stored).await?;
     if rows.is_none() {
-        let detail = "the job's dataset was deleted: the reward sees prompts as text, no columns and no messages";
+        let detail =
+            "the job's dataset was deleted: the reward gets the prompts as text, but no columns and no chat messages";
         warnings.push(detail.to_owned());
     }
     let rows = rows.unwrap_or_default();

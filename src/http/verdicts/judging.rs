@@ -37,9 +37,10 @@ impl Work for Judging {
         Ok(match judge(state, &self.0, row).await? {
             Some(JudgeReport::Judged(result)) => Some(match serde_json::to_value(result) {
                 Ok(result) => TaskEnd::Succeeded(result, None),
-                Err(error) => {
-                    TaskEnd::Failed(json!(failed("internal", format!("the result could not be stored: {error}"))))
-                }
+                Err(error) => TaskEnd::Failed(json!(failed(
+                    "internal",
+                    format!("the result of the verdict could not be stored: {error}")
+                ))),
             }),
             Some(JudgeReport::Failed(error)) => Some(TaskEnd::Failed(json!(error))),
             None => None,
@@ -95,7 +96,7 @@ async fn store_rows(state: &AppState, row: &TaskRow, mut lines: mpsc::Receiver<J
 async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictError> {
     let store = &state.store;
     let internal = |error: StoreError| {
-        tracing::error!(error = with_causes(&error), "a verdict cannot be prepared");
+        tracing::error!(error = with_causes(&error), "the comparison for a verdict cannot be prepared");
         failed("internal", "the server's database failed: try again")
     };
     let plan = store.job_get(row.job).await.and_then(|job| job.plan()).map_err(internal)?;
@@ -123,7 +124,9 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
     let allow_outgoing = allow_outgoing.map_err(|problem| failed("internal", problem.detail()))?;
     let (files, of_plan) = (state.files.clone(), plan.clone());
     let read = tokio::task::spawn_blocking(move || read_rows(&files, &of_plan)).await;
-    let read = read.map_err(|error| failed("internal", format!("the rows could not be read: {error}")))?;
+    let read = read.map_err(|error| {
+        failed("internal", format!("the dataset rows to compare the models on could not be read: {error}"))
+    })?;
     let Read { rows_from, rows, guard_rows } = read?;
     Ok(JudgeTask {
         job: row.job,
@@ -136,8 +139,9 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
         rows_from,
         rows,
         guard_rows,
-        sampling: serde_json::from_value(row.request.clone())
-            .map_err(|error| failed("internal", format!("the stored request cannot be read: {error}")))?,
+        sampling: serde_json::from_value(row.request.clone()).map_err(|error| {
+            failed("internal", format!("the stored request for the verdict cannot be read: {error}"))
+        })?,
         memory_limit_bytes: state.config.memory_per_worker(),
         plan,
     })
@@ -152,7 +156,12 @@ struct Read {
 
 /// Reads the dataset rows on which the models are compared. Blocking.
 fn read_rows(files: &DataDir, plan: &Plan) -> Result<Read, VerdictError> {
-    let Some(eval) = &plan.eval else { return Err(failed("no_evaluation", "the job has no evaluation")) };
+    let Some(eval) = &plan.eval else {
+        return Err(failed(
+            "no_evaluation",
+            "the job has no evaluation, so there are no rows to compare the models on",
+        ));
+    };
     let guard_rows = match &eval.guard {
         Some(guard) => rows_of(files, &guard.dataset, None)?,
         None => Vec::new(),

@@ -81,9 +81,9 @@ async fn view(state: &AppState, row: DeliveryRow) -> Result<Delivery, Problem> {
 /// Send a test message, `webhook.test`, and return the result. Waits at most 8 s; after that the result appears among the
 /// deliveries, and the message is retried like any other.
 #[utoipa::path(post, path = "/webhooks/{id}/test", tag = "Webhooks",
-    params(("id" = WebhookId, Path, description = "The webhook"), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
-    responses((status = 200, description = "The message and its attempts", body = Delivery),
-        (status = 409, description = "The subscription is not enabled", body = ProblemBody)))]
+    params(("id" = WebhookId, Path, description = "The webhook"), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key gets the same answer for 24 hours")),
+    responses((status = 200, description = "The webhook message and its delivery attempts", body = Delivery),
+        (status = 409, description = "The webhook's subscription is not enabled", body = ProblemBody)))]
 async fn test_webhook(
     State(state): State<AppState>,
     caller: Caller,
@@ -151,9 +151,9 @@ async fn list_deliveries(
 /// Send a message again, in any state: the same `webhook-id`, and earlier attempts are kept.
 #[utoipa::path(post, path = "/webhooks/{id}/deliveries/{delivery}/redeliver", tag = "Webhooks",
     params(("id" = WebhookId, Path, description = "The webhook"), ("delivery" = String, Path, description = "The message"),
-        ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
+        ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key gets the same answer for 24 hours")),
     responses((status = 202, description = "Queued", body = Delivery),
-        (status = 409, description = "The subscription is not enabled", body = ProblemBody)))]
+        (status = 409, description = "The webhook's subscription is not enabled", body = ProblemBody)))]
 async fn redeliver(
     State(state): State<AppState>,
     caller: Caller,

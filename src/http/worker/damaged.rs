@@ -92,18 +92,21 @@ pub(super) async fn inspect_file(
     let (damage, cause) = match finding {
         Finding::Whole => return Ok(Json(Inspection { verdict: Verdict::Whole, resume: None })),
         Finding::Busy(cause) => {
-            let detail = "the server has too many open files to read this one; try again";
+            let detail = "the server has too many open files to read this file; try again";
             return Err(Problem::new(Code::Overloaded, detail).retry_after(1).because(cause));
         }
         Finding::Damaged(damage, cause) => (damage, cause),
     };
     let step = reported.checkpoint.as_ref().map(|checkpoint| checkpoint.step);
     if damage == Damage::Unreadable && !reads_other_files(&state, job, step).await? {
-        tracing::error!(%job, attempt, file, cause, "the data directory cannot be read; the claim is released");
+        tracing::error!(%job, attempt, file, cause, "the server's data directory cannot be read; the worker's claim on a job is released");
         state.store.claim_release(job, attempt, clock_ms()).await?;
-        return Err(Problem::new(Code::LeaseLost, "the server cannot read its disk: it has requeued the job for now"));
+        return Err(Problem::new(
+            Code::LeaseLost,
+            "the server cannot read its disk: it has returned the job to the queue for now",
+        ));
     }
-    tracing::error!(%job, attempt, step, file, cause, ?damage, "a file of a checkpoint is damaged");
+    tracing::error!(%job, attempt, step, file, cause, ?damage, "a file of a job's checkpoint is damaged");
     let Some(CheckpointRow { id, step, attempt: writer, .. }) = reported.checkpoint else {
         return Ok(Json(Inspection { verdict: Verdict::Damaged, resume: None }));
     };

@@ -70,14 +70,14 @@ pub(super) async fn completed(state: &AppState, job: JobId, attempt: u64, errors
         && let Err(error) = state.store.claim_completed(job, attempt).await
     {
         // Only logged, because the only effect is that the job's next delay is longer than necessary.
-        tracing::warn!(%job, error = chain(&error), "the job's count of server errors could not be reset");
+        tracing::warn!(%job, error = chain(&error), "the count of a job's consecutive server errors could not be reset");
     }
 }
 
 /// Releases a claim that could not be prepared.
 pub(super) async fn failed(state: &AppState, job: JobId, attempt: u64, problem: &Problem) {
     let cause = problem.cause();
-    tracing::error!(%job, attempt, cause, "a job could not be handed out; its claim is released and the job waits");
+    tracing::error!(%job, attempt, cause, "a job could not be handed to a worker; the worker's claim is released, and the job waits");
     state.workers.trouble.note(job);
     release(state, job, attempt).await;
 }
@@ -96,7 +96,7 @@ async fn release(state: &AppState, job: JobId, attempt: u64) {
     match state.store.claim_release(job, attempt, clock_ms()).await {
         Ok(()) | Err(StoreError::LeaseLost) => {}
         Err(error) => {
-            tracing::error!(%job, attempt, error = chain(&error), "a claim could not be released; will retry");
+            tracing::error!(%job, attempt, error = chain(&error), "a worker's claim on a job could not be released; the server will retry");
             state.workers.trouble.row().left_over.push((job, attempt));
         }
     }

@@ -37,15 +37,17 @@ pub(super) fn check_file_system(dir: &Path) -> Result<String, String> {
     let dir = nearest(dir);
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let Some((point, kind)) = mount_of(&mounts, &dir) else {
-        return Ok("type unknown; the data directory must be on a local file system".to_owned());
+        return Ok(
+            "the type of the file system is unknown; the data directory must be on a local file system".to_owned()
+        );
     };
     if NETWORK.contains(&kind.as_str()) {
         return Err(format!(
-            "{kind} at {point}: the database needs a local file system; choose another --data-dir, and keep backups there"
+            "the file system at {point} is {kind}, but the database needs a local one; choose another --data-dir, and keep backups at {point}"
         ));
     }
     if VOLATILE.contains(&kind.as_str()) {
-        return Ok(format!("{kind} at {point}: all data is lost when the machine restarts"));
+        return Ok(format!("the file system at {point} is {kind}: all data is lost when the machine restarts"));
     }
     Ok(format!("{kind} at {point}"))
 }
@@ -79,28 +81,28 @@ pub(super) fn check_fsync(dir: &Path) -> Result<String, String> {
     }
     times.sort_unstable();
     let median = times[times.len() / 2];
-    let slow = if median > SLOW { "; slow: every database change waits for such a write" } else { "" };
-    Ok(format!("{:.1} ms per write{slow}", median.as_secs_f64() * 1e3))
+    let slow = if median > SLOW { ", which is slow: every database change waits for such a write" } else { "" };
+    Ok(format!("a write to the disk takes {:.1} ms{slow}", median.as_secs_f64() * 1e3))
 }
 
 pub(super) fn check_open_files(connections: u32) -> Result<String, String> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     match limit.maximum {
         Some(most) if most < FILES => Err(format!(
-            "at most {most} (ulimit -Hn): at least {FILES} are required, more for many connections; raise the limit"
+            "at most {most} open files are allowed (ulimit -Hn): at least {FILES} are required, more for many connections; raise the limit"
         )),
-        Some(most) if most < u64::from(connections) + 256 => {
-            Ok(format!("at most {most} (ulimit -Hn): too few for --max-connections {connections}"))
-        }
-        Some(most) => Ok(format!("up to {most}, {connections} connections")),
-        None => Ok(format!("no limit, {connections} connections")),
+        Some(most) if most < u64::from(connections) + 256 => Ok(format!(
+            "at most {most} open files are allowed (ulimit -Hn): too few for --max-connections {connections}"
+        )),
+        Some(most) => Ok(format!("up to {most} open files are allowed, enough for {connections} connections")),
+        None => Ok(format!("open files have no limit; the server accepts {connections} connections")),
     }
 }
 
 pub(super) fn check_certificates() -> Result<String, String> {
     match rustls_native_certs::load_native_certs().certs.len() {
-        0 => Ok("none: https rewards and webhooks will fail; install ca-certificates or set SSL_CERT_FILE".to_owned()),
-        number => Ok(format!("{number} authorities for https rewards and webhooks")),
+        0 => Ok("no certificate authorities were found: https rewards and webhooks will fail; install ca-certificates or set SSL_CERT_FILE".to_owned()),
+        number => Ok(format!("{number} certificate authorities for https rewards and webhooks")),
     }
 }
 

@@ -75,7 +75,7 @@ pub async fn run(context: &Context, args: &Compare) -> Result<u8, CliError> {
     }
     table.print(&context.out)?;
     for key in list("unknown_keys") {
-        context.out.note(format!("no job has the metric '{}'", shown(key)));
+        context.out.note(format!("none of the compared jobs has the metric '{}'", shown(key)));
     }
     Ok(0)
 }

@@ -37,7 +37,7 @@ pub fn run(args: &Completions) -> Result<u8, CliError> {
     };
     let mut script = Vec::new();
     let written = shell.write_registration(VARIABLE, "rlood", "rlood", "rlood", &mut script);
-    written.map_err(CliError::local("write the completion script"))?;
+    written.map_err(CliError::local("write the shell's completion script"))?;
     let out = crate::output::Out::new(false, crate::output::Color::Never);
     out.text(&String::from_utf8_lossy(&script))?;
     Ok(0)

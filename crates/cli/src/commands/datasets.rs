@@ -156,7 +156,7 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
         return listing.items.iter().try_for_each(|dataset| context.out.line(text(dataset, "id")));
     }
     if listing.items.is_empty() {
-        context.out.note("no datasets yet; upload one with `rlood datasets upload FILE`");
+        context.out.note("the server has no datasets yet; upload one with `rlood datasets upload FILE`");
         return Ok(());
     }
     let mut table = Table::new(&["id", "rows", "size", "uploaded", "name"]);

@@ -70,7 +70,7 @@ async fn follow(context: &Context, id: JobId, after: i64) -> Result<Value, CliEr
                 print(context, &event)?;
             }
             Some(JobUpdate::Removed { to_seq }) => {
-                context.out.note(format!("events up to {to_seq} were removed by the server's retention"));
+                context.out.note(format!("the server removed the job's events up to number {to_seq}, because they were past its retention time"));
             }
             Some(JobUpdate::End { .. }) | None => loop {
                 let job = context.client.raw_get(&["jobs", &id.to_string()]).send().await;

@@ -85,7 +85,7 @@ fn request(args: &Generate, step: u64) -> Result<Value, CliError> {
     let mut prompt = args.prompt.clone();
     if prompt == "-" {
         prompt.clear();
-        std::io::stdin().read_to_string(&mut prompt).map_err(CliError::local("read standard input"))?;
+        std::io::stdin().read_to_string(&mut prompt).map_err(CliError::local("read the prompt from standard input"))?;
     }
     let prompt = if args.chat { json!([{"role": "user", "content": prompt}]) } else { Value::String(prompt) };
     let mut sampling = Map::new();

@@ -45,12 +45,12 @@ pub struct List {
 fn parse_state(text: &str) -> Result<&'static str, String> {
     let known = State::ALL.map(State::as_str);
     let found = known.into_iter().find(|state| *state == text);
-    found.ok_or_else(|| format!("'{text}' is not a job state; must be one of {}", known.join(", ")))
+    found.ok_or_else(|| format!("'{text}' is not the state of a job; must be one of {}", known.join(", ")))
 }
 
 fn parse_label(text: &str) -> Result<(String, String), String> {
     let label = text.split_once('=').filter(|(key, _)| !key.is_empty());
-    let (key, value) = label.ok_or_else(|| format!("'{text}' is not a label; must be KEY=VALUE"))?;
+    let (key, value) = label.ok_or_else(|| format!("'{text}' is not the label of a job; must be KEY=VALUE"))?;
     Ok((key.to_owned(), value.to_owned()))
 }
 

@@ -68,9 +68,9 @@ pub async fn run(args: &Login) -> Result<u8, CliError> {
     profiles.set_default(&name);
     let path = profiles.save()?.display().to_string();
     let who = match (session["keys_required"].as_bool(), session["key_name"].as_str()) {
-        (Some(false), _) => "without a key (the server does not require one)".to_owned(),
+        (Some(false), _) => "without an API key (the server does not require one)".to_owned(),
         (_, Some(key)) => format!("with the key '{}'", clean(key)),
-        (_, None) => "with the operator's key".to_owned(),
+        (_, None) => "with the server operator's key".to_owned(),
     };
     let scopes: Vec<&str> =
         session["scopes"].as_array().into_iter().flatten().filter_map(|scope| scope.as_str()).collect();
@@ -81,8 +81,8 @@ pub async fn run(args: &Login) -> Result<u8, CliError> {
 
 fn ask_key() -> Result<String, CliError> {
     let mut terminal = console::Term::stderr();
-    std::io::Write::write_all(&mut terminal, b"API key: ").map_err(CliError::local("ask for the API key"))?;
-    trim_key(&terminal.read_secure_line().map_err(CliError::local("read the API key"))?)
+    std::io::Write::write_all(&mut terminal, b"API key: ").map_err(CliError::local("ask for the server's API key"))?;
+    trim_key(&terminal.read_secure_line().map_err(CliError::local("read the server's API key"))?)
 }
 
 /// Reads the API key from standard input, for scripts.

@@ -53,7 +53,11 @@ pub async fn pull(context: &Context, name: &str, dtype: Option<&str>, output: Op
         let total = files.iter().map(|file| file.size_bytes).sum();
         let fetched = fetch(context, &export_id, &files, &staging.path);
         with_bar(context, total, &staging.path, fetched).await?;
-        context.out.note(format!("{} files, {}; all hashes match the server's list", files.len(), format_bytes(total)));
+        context.out.note(format!(
+            "downloaded {} files, {}; all hashes match the server's list",
+            files.len(),
+            format_bytes(total)
+        ));
         staging.publish(&target)?;
     }
     if context.out.json {

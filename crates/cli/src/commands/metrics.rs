@@ -85,7 +85,7 @@ pub async fn run(context: &Context, args: &Metrics) -> Result<u8, CliError> {
     }
     table.print(&context.out)?;
     if skipped > 0 {
-        context.out.note(format!("{skipped} earlier steps are not shown; --tail 0 shows all"));
+        context.out.note(format!("{skipped} earlier steps are not shown; --tail 0 shows all steps"));
     }
     Ok(0)
 }

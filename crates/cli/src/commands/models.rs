@@ -95,7 +95,7 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
         return listing.items.iter().try_for_each(|model| context.out.line(text(model, "id")));
     }
     if listing.items.is_empty() {
-        context.out.note("no models yet; register one from the Hub with `rlood models add ORG/NAME`");
+        context.out.note("the server has no models yet; register one from the Hub with `rlood models add ORG/NAME`");
         return Ok(());
     }
     let mut table = Table::new(&["name", "state", "architecture", "parameters", "size", "registered"]);

@@ -83,7 +83,7 @@ fn list(profiles: &Profiles, out: &Out) -> Result<(), CliError> {
         return out.json(&json!({"data": documents}).to_string());
     }
     if documents.is_empty() {
-        out.note("no profiles yet; create one with `rlood login URL`");
+        out.note("there are no profiles yet; create one with `rlood login URL`");
         return Ok(());
     }
     table.print(out)

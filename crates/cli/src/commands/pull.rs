@@ -98,13 +98,14 @@ pub async fn adapter(context: &Context, name: &str, output: Option<&Path>, all: 
 /// Compares the server's list of a checkpoint's files with the manifest that the worker wrote.
 async fn check_manifest(context: &Context, checkpoint: &Checkpoint) -> Result<(), CliError> {
     let manifest = context.client.get_manifest(checkpoint.id).await?;
-    let listed: Vec<FileEntry> = serde_json::from_value(manifest["files"].clone())
-        .map_err(|error| CliError::Failed(format!("{MANIFEST} of {} cannot be read: {error}", checkpoint.id)))?;
+    let listed: Vec<FileEntry> = serde_json::from_value(manifest["files"].clone()).map_err(|error| {
+        CliError::Failed(format!("the {MANIFEST} of the checkpoint {} cannot be read: {error}", checkpoint.id))
+    })?;
     let differs = |file: &&FileEntry| file.name != MANIFEST && !listed.contains(file);
     match checkpoint.files.iter().find(differs) {
         None => Ok(()),
         Some(file) => Err(CliError::Failed(format!(
-            "{} does not match {MANIFEST} of {}; nothing was downloaded",
+            "the file {} does not match the {MANIFEST} of the checkpoint {}; nothing was downloaded",
             file.name, checkpoint.id
         ))),
     }
@@ -114,6 +115,10 @@ async fn download(context: &Context, checkpoint: &Checkpoint, folder: &Path) -> 
     let total = checkpoint.files.iter().map(|file| file.size_bytes).sum();
     let files = context.client.download_files(checkpoint, folder);
     let files = with_bar(context, total, folder, files).await?;
-    context.out.note(format!("{} files, {}; all hashes match the manifest", files.len(), format_bytes(total)));
+    context.out.note(format!(
+        "downloaded {} files, {}; all hashes match the checkpoint's manifest",
+        files.len(),
+        format_bytes(total)
+    ));
     Ok(())
 }

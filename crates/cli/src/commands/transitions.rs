@@ -174,7 +174,7 @@ async fn for_each_job(
         None => Ok(answers),
         Some(error) => {
             let (done, all) = (answers.len(), ids.len());
-            context.out.note(format!("{done} of {all} jobs succeeded"));
+            context.out.note(format!("the command succeeded for {done} of {all} jobs"));
             Err(error)
         }
     }
@@ -230,7 +230,7 @@ pub async fn fork(context: &Context, args: &Fork) -> Result<u8, CliError> {
     let body = json!({"from_step": checkpoint.step, "overrides": own});
     let call = context.client.raw_post(&["jobs", &checkpoint.job_id.to_string(), "fork"]).body(&body);
     let answer = call.send().await?;
-    context.out.note(format!("from {} of step {}", checkpoint.id, checkpoint.step));
+    context.out.note(format!("the new job starts from the checkpoint {} of step {}", checkpoint.id, checkpoint.step));
     print_created(context, &answer)?;
     Ok(0)
 }

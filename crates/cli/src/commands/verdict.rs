@@ -158,7 +158,7 @@ fn print(context: &Context, verdict: &Value) -> Result<(), CliError> {
         "no_difference" => "no difference: the rows show no difference between the trained model and the base model",
         "worse" => "worse: training made the model worse",
         "guard_fell" => "guard failed: better on the task, but worse on the guard dataset",
-        "too_few_rows" => "too few rows to decide",
+        "too_few_rows" => "the dataset has too few rows to decide",
         other => other,
     };
     line("verdict", console::style(sentence).bold().to_string())?;
@@ -239,11 +239,11 @@ fn guard(guard: &Value) -> String {
     let fell = match guard["fell"].as_bool() {
         Some(true) => "the reward on the guard dataset may have fallen by more than that",
         Some(false) => "the reward on the guard dataset did not fall by more than that",
-        None => "too few rows to decide",
+        None => "the dataset has too few rows to decide",
     };
     let margin = guard["margin"].as_f64().unwrap_or_default();
     format!(
-        "{} on {} guard rows; may fall by {}: {fell}",
+        "{} on {} rows of the guard dataset; the reward may fall by {}: {fell}",
         difference(guard),
         shown(&guard["rows"]),
         format_number(margin)

@@ -155,16 +155,16 @@ pub async fn upload_once(
     context.out.note(format!("uploading {file} ({})", format_bytes(size_bytes)));
     let upload = upload_of(path, name.unwrap_or(&file), mapping);
     let answer = context.client.raw_post(&["datasets"]).upload(&upload).await?.send().await.inspect_err(|_| {
-        context.out.note(format!("the server rejected {}:", path.display()));
+        context.out.note(format!("the server rejected the dataset {}:", path.display()));
     })?;
     let id = answer.value["id"].as_str().unwrap_or_default().to_owned();
-    context.out.note(format!("uploaded {file} as {id}, {} rows", shown(&answer.value["num_rows"])));
+    context.out.note(format!("uploaded the dataset {file} as {id}, {} rows", shown(&answer.value["num_rows"])));
     profiles::write_state(CACHE, &state_key, &id)?;
     Ok(id)
 }
 
 fn report_existing(context: &Context, file: &str, id: String) -> Result<String, CliError> {
-    context.out.note(format!("{file} was uploaded before as {id}"));
+    context.out.note(format!("the dataset {file} was uploaded before, as {id}"));
     Ok(id)
 }
 

@@ -115,12 +115,15 @@ impl Client {
         call: impl Fn(&str) -> Call,
     ) -> Result<Vec<Downloaded>, Error> {
         let made = tokio::fs::create_dir_all(folder).await;
-        made.map_err(Error::disk(format!("create the folder {}", folder.display())))?;
+        made.map_err(Error::disk(format!("create the download folder {}", folder.display())))?;
         let mut downloaded = Vec::with_capacity(files.len());
         for file in files {
             let path = folder.join(&file.name);
             if Path::new(&file.name).file_name() != Some(file.name.as_ref()) {
-                return Err(Error::Settings(format!("'{}' is not a valid file name", file.name)));
+                return Err(Error::Settings(format!(
+                    "the checkpoint lists '{}', which is not a valid file name",
+                    file.name
+                )));
             }
             let FileEntry { name: _, size_bytes, sha256 } = file;
             downloaded.push(if hash_of(&path, *size_bytes).await.as_ref() == Some(sha256) {

@@ -171,7 +171,7 @@ impl Client {
         let document: Value = self.json(call.clone()).await?;
         match document["info"]["version"].as_str() {
             Some(version) => Ok(version.to_owned()),
-            None => Err(call.not_understood("the API document has no version")),
+            None => Err(call.not_understood("the server's OpenAPI document has no version")),
         }
     }
 

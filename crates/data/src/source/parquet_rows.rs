@@ -89,7 +89,7 @@ fn rows_of(input: Arc<Input>, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result
                 // with fewer rows read ahead.
                 Err(Stopped::TooLarge(TooLarge::Together { .. })) if batch > 1 => batch = (batch / 16).max(1),
                 Err(Stopped::TooLarge(error)) => return Err(whole("parquet", format!("row group {group}: {error}"))),
-                Err(Stopped::Damaged(what)) => return Err(whole("parquet", format!("row group {group} {what}"))),
+                Err(Stopped::Damaged(what)) => return Err(whole("parquet", format!("row group {group}: {what}"))),
             }
         }
     }
@@ -117,7 +117,8 @@ impl Reading<'_> {
     /// earlier and are skipped.
     fn rows(&self, first: u64, row: &mut u64, take: &mut TakeRow<'_>) -> Result<Flow, Stopped> {
         let group = self.metadata.row_group(self.group);
-        let unpacker = Unpacker::new().map_err(|error| Stopped::Damaged(format!("cannot be unpacked: {error}")))?;
+        let unpacker =
+            Unpacker::new().map_err(|error| Stopped::Damaged(format!("the data cannot be unpacked: {error}")))?;
         let (budget, unpacker) =
             (Budget::new(group.num_columns(), self.metadata.memory_size() as u64), Mutex::new(unpacker));
         let shared = Arc::new(Shared { input: self.input.clone(), budget, unpacker, batch: self.batch as u64 });
@@ -139,7 +140,7 @@ impl Reading<'_> {
                 Some(None) => break,
                 Some(Some(Ok(found))) => found,
                 Some(Some(Err(error))) => return Err(stopped(&error, || format!(" after row {row}"))),
-                None => return Err(Stopped::Damaged(format!("is damaged (after row {row} of the file)"))),
+                None => return Err(Stopped::Damaged(format!("the data is damaged (after row {row} of the file)"))),
             };
             let Some(found) = found else { continue };
             *row += 1;
@@ -157,13 +158,13 @@ fn catch_panic<T>(step: impl FnOnce() -> T) -> Option<T> {
 }
 
 fn damaged() -> Stopped {
-    Stopped::Damaged("is damaged".to_owned())
+    Stopped::Damaged("the data is damaged".to_owned())
 }
 
 fn stopped(error: &ParquetError, at: impl FnOnce() -> String) -> Stopped {
     match TooLarge::of(error) {
         Some(error) => Stopped::TooLarge(error.clone()),
-        None => Stopped::Damaged(format!("cannot be read{}: {}", at(), brief(&error.to_string()))),
+        None => Stopped::Damaged(format!("the data cannot be read{}: {}", at(), brief(&error.to_string()))),
     }
 }
 
@@ -207,7 +208,7 @@ fn open(input: &Arc<Input>) -> Result<ParquetMetaData, RowError> {
 
 /// Reads the bytes of a parquet file's footer. The footer's length and the mark PAR1 follow it at the end of the file.
 fn footer(input: &Input) -> Result<bytes::Bytes, RowError> {
-    let unreadable = |error: std::io::Error| whole("unreadable", format!("cannot be read: {error}"));
+    let unreadable = |error: std::io::Error| whole("unreadable", format!("the file cannot be read: {error}"));
     let cut_off = || whole("parquet", "the parquet file is cut off: upload it again, whole".to_owned());
     let size = input.size().map_err(unreadable)?;
     let end = size.checked_sub(8).filter(|end| *end >= 4).ok_or_else(cut_off)?;
@@ -299,14 +300,14 @@ fn check_group(metadata: &RowGroupMetaData, group: usize, columns: usize) -> Res
     if bytes > BOMB_BYTES && bytes / packed > BOMB_RATIO {
         return Err(whole(
             "parquet",
-            format!("row group {group} unpacks to {bytes} bytes from {packed}: write it in smaller row groups"),
+            format!("row group {group} unpacks to {bytes} bytes from {packed}: write the file in smaller row groups"),
         ));
     }
     let per_row = bytes.checked_div(metadata.num_rows().max(1)).unwrap_or(0);
     if per_row > MAX_SOURCE_ROW_BYTES as i64 {
         return Err(whole(
             "row_too_long",
-            format!("row group {group} has {per_row} bytes a row: at most 64 MiB are read"),
+            format!("row group {group} has {per_row} bytes a row, but a row may have at most 64 MiB"),
         ));
     }
     let rows = usize::try_from(BATCH_BYTES / per_row.max(1)).unwrap_or(1);

@@ -78,7 +78,9 @@ impl Remote {
             self.fetch(std::slice::from_ref(&(offset..offset.saturating_add(PIECE_BYTES))))?;
         }
         let known = self.known();
-        let bytes = known.find(offset).ok_or_else(|| io::Error::other("a piece of the file is missing"))?;
+        let bytes = known
+            .find(offset)
+            .ok_or_else(|| io::Error::other("a piece of the parquet file that was requested is missing"))?;
         let read = bytes.len().min(into.len());
         if let Some((into, bytes)) = into.get_mut(..read).zip(bytes.get(..read)) {
             into.copy_from_slice(bytes);

@@ -405,7 +405,7 @@ fn if_no_row_is_good_reading_stops_with_a_message() {
     };
     let all = refused(rows(""));
     assert_eq!((all.num_errors, all.errors.len()), (101, 101));
-    assert_eq!(all.errors[100].detail, "not one of the first 101 rows can be used: the rest was not read");
+    assert_eq!(all.errors[100].detail, "none of the first 101 rows of the file can be used: the rest was not read");
     // One good row is enough for all rows to be counted.
     let one_is_good = refused(rows("{\"prompt\":\"a\"}\n"));
     assert_eq!((one_is_good.num_errors, one_is_good.errors.len()), (5000, 100));

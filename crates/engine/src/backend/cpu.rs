@@ -65,10 +65,14 @@ impl Drop for Angles {
 impl Cpu {
     /// Creates a backend with the best instructions the machine supports, or those that `RLOOD_ISA` names.
     pub fn new(dtype: ComputeDtype) -> Result<Cpu> {
+        Ok(Cpu::with_process_threads(dtype, Isa::chosen().map_err(EngineError::Input)?))
+    }
+
+    /// Creates a backend with the given instructions and the shared threads of the process.
+    pub fn with_process_threads(dtype: ComputeDtype, isa: Isa) -> Cpu {
         static THREADS: OnceLock<Arc<Threads>> = OnceLock::new();
-        let isa = Isa::chosen().map_err(EngineError::Input)?;
         let threads = THREADS.get_or_init(|| Arc::new(Threads::new(rayon::current_num_threads())));
-        Ok(Cpu::with(dtype, isa, threads.clone()))
+        Cpu::with(dtype, isa, threads.clone())
     }
 
     /// Creates a backend with the given instructions and threads.

@@ -220,7 +220,7 @@ impl Buffers for Cuda {
 
     fn vector_from(&self, parameters: &Flat, place: Range<usize>, offset: f32) -> Result<Vector> {
         if offset != 0.0 {
-            return Err(compute::no_kernel("norms whose weights are trained with an offset"));
+            return Err(compute::no_kernel("training the weights of norms that add an offset to them"));
         }
         Vector::of(&self.device, parameters.vector(place.start, place.len()))
     }

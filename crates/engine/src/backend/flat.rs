@@ -58,7 +58,10 @@ impl Flat {
             Flat::Host(all) => match all.get_mut(at..).and_then(|rest| rest.get_mut(..values.len())) {
                 Some(place) => place.copy_from_slice(values),
                 None => {
-                    return Err(EngineError::Input(format!("cannot write {} values from index {at} on", values.len())));
+                    return Err(EngineError::Input(format!(
+                        "cannot write {} values into a buffer of parameters from index {at} on",
+                        values.len()
+                    )));
                 }
             },
             #[cfg(feature = "cuda")]

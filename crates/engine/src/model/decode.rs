@@ -175,7 +175,7 @@ impl Policy {
 }
 
 fn other_policy() -> EngineError {
-    EngineError::Input("the batch belongs to another policy".to_owned())
+    EngineError::Input("the batch of sequences belongs to another policy".to_owned())
 }
 
 impl DecodeState {

@@ -58,8 +58,8 @@ impl<B: Compute> Linear<B> {
         let (mut parts, mut values, mut bias_values) = (Vec::new(), Vec::new(), Vec::new());
         let mut begin = 0;
         for path in paths {
-            let module =
-                Module::from_path(path).ok_or_else(|| EngineError::Input(format!("{path} is no linear layer")))?;
+            let module = Module::from_path(path)
+                .ok_or_else(|| EngineError::Input(format!("'{path}' is not the name of a linear layer")))?;
             let name = format!("{prefix}.{path}");
             let (weight, shape) = weights.values(&format!("{name}.weight"))?;
             if values.is_empty() {

@@ -26,6 +26,9 @@ struct Tolerance {
 const BF16: Tolerance = Tolerance { logps: 2e-2, gradient: 3e-2 };
 /// bf16 compared with f32: weights lose 16 bits. Measured: up to 1.3e-2 and 1.7e-2; for the oracle 2.8e-2 and 2.7e-2.
 const BF16_F32: Tolerance = Tolerance { logps: 3e-2, gradient: 4e-2 };
+/// bf16 compared with f32, with AMX or AVX512-BF16, which also round the inputs of products. Measured with AVX512-BF16:
+/// up to 3.4e-2 and 2.7e-2; for the oracle's scores in the same case 2.2e-2.
+const BF16_F32_ROUNDED: Tolerance = Tolerance { logps: 4e-2, gradient: 4e-2 };
 /// bf16 on a GPU compared with bf16 in the oracle: the GPU also rounds the values between products. Measured on the
 /// emulator: up to 3.3e-2 and 2.3e-2; its distance from f32 is that of the oracle.
 #[cfg(feature = "cuda")]
@@ -113,11 +116,13 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
             (ours.distance(&oracle), ours.distance(&exact), oracle.distance(&exact));
         println!("bf16 {name}: from bf16 {from_oracle}; from f32 {from_exact}; the oracle's {oracles}");
         BF16.holds(&format!("{name}, from the oracle"), from_oracle);
-        BF16_F32.holds(&format!("{name}, from f32"), from_exact);
-        // The error must not be much larger than that of the oracle, which rounds more. AMX tiles round the inputs of
-        // products too, but not the f32 sums. The largest difference over a few tokens varies: measured with tiles, up
-        // to 1.63 times the oracle's.
-        let factor = if Isa::chosen().unwrap() == Isa::Amx { 2.0 } else { 1.5 };
+        let rounds_inputs = Isa::chosen().unwrap().rounds_inputs();
+        let near_f32 = if rounds_inputs { BF16_F32_ROUNDED } else { BF16_F32 };
+        near_f32.holds(&format!("{name}, from f32"), from_exact);
+        // The error must not be much larger than that of the oracle, which rounds more. AMX and AVX512-BF16 round the
+        // inputs of products too, but not the f32 sums. The largest difference over a few tokens varies: measured with
+        // AMX, up to 1.63 times the oracle's.
+        let factor = if rounds_inputs { 2.0 } else { 1.5 };
         let allowed = Tolerance { logps: factor * oracles.logps + 1e-5, gradient: factor * oracles.gradient + 1e-5 };
         allowed.holds(&format!("{name}, from f32 as the oracle"), from_exact);
         // Results must differ from f32 at all, unless the weights are stored in bf16.

@@ -139,8 +139,8 @@ fn an_unsupported_config_is_refused_by_its_key() {
         ("modernbert", json!({"classifier_pooling": "max"}), "classifier_pooling is \"max\""),
         ("modernbert", json!({"layer_types": ["sliding_attention", "full_attention"]}), "layer_types"),
         ("deberta_v2", json!({"conv_kernel_size": 3}), "conv_kernel_size is 3"),
-        ("deberta_v2", json!({"pooler_hidden_size": 32}), "pooler_hidden_size is 32; only 64"),
-        ("xlm_roberta", json!({"position_embedding_type": "relative_key"}), "only \"absolute\""),
+        ("deberta_v2", json!({"pooler_hidden_size": 32}), "pooler_hidden_size is 32; this model_type supports only 64"),
+        ("xlm_roberta", json!({"position_embedding_type": "relative_key"}), "the only supported value is \"absolute\""),
         ("xlm_roberta", json!({"hidden_act": "mish"}), "hidden_act is \"mish\""),
         ("llama", json!({"quantization_config": {"bits": 4}}), "quantization_config"),
     ] {

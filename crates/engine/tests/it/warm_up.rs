@@ -358,7 +358,7 @@ fn the_answers_of_evaluated_prompts_are_not_learned() {
     assert!(!without.warnings().contains(&"warm_up_rows_left_out".to_owned()));
     let all = Start { eval_rows: answers(), ..start() };
     let error = train(&plan, rows(), all, &mut TestHost::default()).unwrap_err();
-    assert!(error.to_string().contains("all its rows are evaluated"), "{error}");
+    assert!(error.to_string().contains("all rows are also evaluated"), "{error}");
 }
 
 #[test]

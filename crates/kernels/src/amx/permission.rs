@@ -19,7 +19,7 @@ pub(in super::super) fn refused() -> Option<&'static str> {
             return Some("the CPU has no AMX for bf16");
         }
         if !is_permitted() {
-            return Some("the system does not permit AMX");
+            return Some("the operating system does not permit AMX");
         }
         check()
     })

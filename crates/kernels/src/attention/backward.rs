@@ -48,12 +48,19 @@ pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'
     assert!(isa.is_available(), "the instruction set {isa} does not run on this machine");
     let parts = parts(groups);
     let tokens: usize = parts.iter().map(|part| part.len).sum();
-    assert!(qkv.len() == tokens * heads.width() && d_qkv.len() == qkv.len(), "the rows of qkv do not match the groups");
+    assert!(
+        qkv.len() == tokens * heads.width() && d_qkv.len() == qkv.len(),
+        "the number of rows of q, k and v does not match the groups of sequences"
+    );
     assert!(
         out.len() == tokens * heads.q_width() && d_out.len() == out.len(),
-        "the rows of the outputs do not match the groups"
+        "the number of attention outputs does not match the groups of sequences"
     );
-    assert_eq!(softmax.len(), tokens * heads.num_heads * 2, "the softmax values do not match the groups");
+    assert_eq!(
+        softmax.len(),
+        tokens * heads.num_heads * 2,
+        "the number of softmax values does not match the groups of sequences"
+    );
     let at_once = (QUERIES_AT_ONCE / heads.group_size()).max(1);
     let (mut chunks, mut blocks, mut work) = (Vec::new(), 0, 0);
     let first_block: Vec<usize> = parts

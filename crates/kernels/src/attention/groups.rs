@@ -112,7 +112,7 @@ pub fn attend_groups(
     let tokens: usize = parts.iter().map(|part| part.len).sum();
     assert!(
         qkv.len() == tokens * heads.width() && out.len() == tokens * heads.q_width(),
-        "the rows of qkv do not match the groups"
+        "the number of rows of q, k and v does not match the groups of sequences"
     );
     assert!(softmax.as_ref().is_none_or(|softmax| softmax.len() == tokens * heads.num_heads * 2));
     segments.fill(threads, heads, &parts, qkv);

@@ -142,14 +142,14 @@ unsafe impl Send for Staging {}
 impl Staging {
     /// Reads the first `to.len()` bytes. No copy into this memory may be in progress.
     pub fn read(&self, to: &mut [u8]) {
-        assert!(to.len() <= self.bytes, "a download must lie within its staging memory");
+        assert!(to.len() <= self.bytes, "a download from the GPU must lie within its staging memory");
         // SAFETY: the range is within the memory that this value owns, as just checked.
         unsafe { std::ptr::copy_nonoverlapping(self.start, to.as_mut_ptr(), to.len()) }
     }
 
     /// Overwrites a part of the memory. No copy from this memory may be in progress.
     pub fn fill(&mut self, at: usize, bytes: &[u8]) {
-        assert!(at + bytes.len() <= self.bytes, "an upload must lie within its staging memory");
+        assert!(at + bytes.len() <= self.bytes, "an upload to the GPU must lie within its staging memory");
         // SAFETY: the range is within the memory that this value owns, as just checked.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) }
     }

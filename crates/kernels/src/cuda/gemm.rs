@@ -319,7 +319,7 @@ fn exact(
     }
     let tiles = tile.count(m, n);
     check(tiles < 1 << 31 && split.parts < 1 << 16, || {
-        format!("a product of {m} x {n} needs more tiles than a grid can have")
+        format!("a matrix product of {m} x {n} needs more tiles than a GPU grid can have")
     })?;
     let (block, shared) = tile.block(product.a.dtype);
     let launch = Launch { grid: [tiles as u32, 1, split.parts as u32], block, shared };

@@ -172,11 +172,11 @@ impl Driver for Gpu {
     fn find(&mut self, name: &str) -> Result<Found, CudaError> {
         // Finding a kernel may report errors of earlier work, and loads its code if this was not done yet.
         let not_found = |error: result::DriverError| match error.0 {
-            CUresult::CUDA_ERROR_NOT_FOUND => CudaError::Input(format!("there is no kernel named {name}")),
+            CUresult::CUDA_ERROR_NOT_FOUND => CudaError::Input(format!("there is no GPU kernel named {name}")),
             _ => of_driver(&format!("cuModuleGetFunction {name}"), error),
         };
-        let terminated =
-            CString::new(name).map_err(|_| CudaError::Input("a kernel's name with a zero byte".to_owned()))?;
+        let terminated = CString::new(name)
+            .map_err(|_| CudaError::Input("the name of a GPU kernel contains a zero byte".to_owned()))?;
         // SAFETY: the module is loaded.
         let handle = unsafe { result::module::get_function(self.module, terminated) }.map_err(not_found)?;
         let (mut offset, mut bytes) = (0, 0);
@@ -189,7 +189,9 @@ impl Driver for Gpu {
 
     fn launch(&mut self, kernel: u32, launch: Launch, params: &[u8]) -> Result<(), CudaError> {
         let function = self.functions.get_mut(kernel as usize);
-        let function = function.ok_or_else(|| CudaError::Failed(format!("kernel {kernel} was not found before")))?;
+        let function = function.ok_or_else(|| {
+            CudaError::Failed(format!("GPU kernel number {kernel} was launched before its name was looked up"))
+        })?;
         let Launch { grid, block, shared } = launch;
         // SAFETY: the function was found in the module. The driver copies the parameter before it returns; its size is
         // the one that the function takes (the queue compared them). The caller has checked the addresses in it.
@@ -197,7 +199,10 @@ impl Driver for Gpu {
             if shared > function.shared {
                 let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 let allowed = result::function::set_function_attribute(function.handle, attribute, shared as i32);
-                driver_result(&format!("{}: {shared} bytes of shared memory", function.name), allowed)?;
+                driver_result(
+                    &format!("{}: setting the limit of {shared} bytes of shared memory", function.name),
+                    allowed,
+                )?;
                 function.shared = shared;
             }
             let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
@@ -238,7 +243,7 @@ impl Driver for Gpu {
     }
 
     fn upload_staged(&mut self, to: u64, staging: &Staging, at: usize, bytes: usize) -> Result<(), CudaError> {
-        assert!(at + bytes <= staging.bytes, "an upload must lie within its staging memory");
+        assert!(at + bytes <= staging.bytes, "an upload to the GPU must lie within its staging memory");
         // SAFETY: copies from pinned memory, which is overwritten only after its event, to a range of a live buffer.
         driver_result("cuMemcpyHtoDAsync", unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, staging.start.add(at).cast(), bytes, self.stream).result()
@@ -290,7 +295,7 @@ impl Driver for Gpu {
 
     /// Starts to copy from the device to pinned memory; `settle` must be called before it is read.
     fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
-        assert!(bytes <= staging.bytes, "a download must lie within its staging memory");
+        assert!(bytes <= staging.bytes, "a download from the GPU must lie within its staging memory");
         // SAFETY: copies from a range of a live buffer to pinned memory that is read only after its event.
         driver_result("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(staging.start.cast(), from, bytes, self.stream).result()

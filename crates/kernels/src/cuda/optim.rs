@@ -135,7 +135,7 @@ pub fn adamw_8bit(
     let count = parameters.width;
     check_rows(is_flat(&parameters, count) && is_flat(&gradient, count), "adamw_8bit", &[parameters, gradient])?;
     check(levels.count::<f32>() == 2 * BLOCK, || {
-        format!("there are {} quantization levels for two maps of 256", levels.count::<f32>())
+        format!("the 8-bit optimizer was given {} quantization levels, not two maps of 256", levels.count::<f32>())
     })?;
     if count == 0 {
         return Ok(());

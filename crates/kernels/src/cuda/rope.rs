@@ -131,7 +131,7 @@ pub fn rotate_vjp(device: &Device, rope: &Rope<'_>, qkv: Option<Rows<'_>>, dy: R
         Some(_) => qkv,
         None => Some(dy),
     };
-    check(before.is_some(), || "the gradient of qk-norm needs its input".to_owned())?;
+    check(before.is_some(), || "the gradient of the norm of queries and keys needs the norm's input".to_owned())?;
     let rotation = rope.rotation("rotate_vjp", before.unwrap_or(dy), dy, dx)?;
     rope.launch(device, ["rotate_vjp_f32", "rotate_vjp_bf16"], dy, rotation)
 }

@@ -62,7 +62,7 @@ impl<'a> Rows<'a> {
     pub fn columns(self, columns: Range<usize>) -> Rows<'a> {
         assert!(
             columns.start <= columns.end && columns.end <= self.width,
-            "columns {columns:?} are not in rows of {}",
+            "columns {columns:?} do not lie in rows of {} values",
             self.width
         );
         Rows { at: self.at + columns.start, width: columns.len(), ..self }
@@ -70,7 +70,11 @@ impl<'a> Rows<'a> {
 
     /// Selects a range of rows, which must exist.
     pub fn part(self, rows: Range<usize>) -> Rows<'a> {
-        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} are not in a view of {}", self.rows);
+        assert!(
+            rows.start <= rows.end && rows.end <= self.rows,
+            "rows {rows:?} do not lie in a matrix of {} rows",
+            self.rows
+        );
         Rows { at: self.at + rows.start * self.stride, rows: rows.len(), ..self }
     }
 
@@ -120,7 +124,7 @@ pub(super) fn check_rows(is_so: bool, what: &str, rows: &[Rows<'_>]) -> Result<(
 
 /// Converts a size to the kernels' type.
 pub(super) fn size(n: usize) -> Result<u32> {
-    u32::try_from(n).map_err(|_| CudaError::Input(format!("a size of {n} does not fit into 32 bits")))
+    u32::try_from(n).map_err(|_| CudaError::Input(format!("the size {n} of a tensor does not fit into 32 bits")))
 }
 
 /// Packs flags into the bits of a kernel argument.
@@ -134,7 +138,9 @@ pub(super) const THREADS: u32 = 256;
 /// Describes a kernel launch with `count` threads, in blocks of [`THREADS`].
 pub(super) fn threads(count: usize) -> Result<Launch> {
     // Kernels count threads in 32 bits, including the unused ones of the last block.
-    check(count < (1 << 32) - THREADS as usize, || format!("{count} values do not fit into 32 bits"))?;
+    check(count < (1 << 32) - THREADS as usize, || {
+        format!("a GPU kernel cannot run for {count} values: their number does not fit into 32 bits")
+    })?;
     Ok(Launch { grid: [(count as u32).div_ceil(THREADS), 1, 1], block: THREADS, shared: 0 })
 }
 
@@ -164,7 +170,12 @@ params! {
 /// [`CudaError::Input`] if a row does not exist, or the shapes do not match.
 pub fn select(device: &Device, x: Rows<'_>, rows: &[u32], out: Rows<'_>) -> Result<()> {
     check(rows.len() == out.rows && rows.iter().all(|row| (*row as usize) < x.rows), || {
-        format!("{} rows of {} cannot be looked up into {}", rows.len(), x.rows, out.rows)
+        format!(
+            "{} rows of a matrix of {} rows cannot be copied to {} rows of another one",
+            rows.len(),
+            x.rows,
+            out.rows
+        )
     })?;
     select_by(device, x, &device.upload(rows)?, out)
 }
@@ -374,7 +385,7 @@ const ROWS_OF_PART: usize = 64;
 /// columns; also returns the number of partial sums.
 pub(super) fn parts_of(rows: usize, width: usize) -> Result<(Launch, usize)> {
     let parts = rows.div_ceil(ROWS_OF_PART);
-    check(parts < 1 << 16, || format!("a sum over rows has too many rows: {rows}"))?;
+    check(parts < 1 << 16, || format!("a sum over the rows of a matrix has too many rows: {rows}"))?;
     Ok((Launch { grid: [size(width)?.div_ceil(THREADS), parts as u32, 1], block: THREADS, shared: 0 }, parts))
 }
 
@@ -427,7 +438,11 @@ impl Parts<'_> {
     /// Adds partial sums, out (f32) += alpha · Σ over the parts, in order, of their rows from `first` on.
     pub(super) fn add(&self, device: &Device, first: usize, alpha: f32, out: Rows<'_>) -> Result<()> {
         let Parts { parts, count, rows } = *self;
-        check_rows(out.dtype == Dtype::F32 && first + out.rows <= rows, "the sum of the parts of a product", &[out])?;
+        check_rows(
+            out.dtype == Dtype::F32 && first + out.rows <= rows,
+            "the sum of the partial results of a split matrix product",
+            &[out],
+        )?;
         let params = AddParts {
             parts: parts.at::<f32>(0, count * rows * out.width)?,
             out: out.address()?,

@@ -58,13 +58,19 @@ impl Target {
     pub(super) fn new(out: Output<'_>, columns: Range<usize>) -> Target {
         let Output { y, stride, rows, add } = out;
         assert!(stride >= columns.len() || rows <= 1, "rows overlap");
-        assert!(rows == 0 || y.len() >= (rows - 1) * stride + columns.len(), "the output slice is too short");
+        assert!(
+            rows == 0 || y.len() >= (rows - 1) * stride + columns.len(),
+            "the slice of a matrix product's output is too short"
+        );
         Target { y: Shared::new(y), stride, first_row: 0, columns, add }
     }
 
     pub(super) fn start<'a>(&self, bias: Option<&'a [f32]>) -> Start<'a> {
         let Some(bias) = bias else { return if self.add { Start::Add } else { Start::Zero } };
-        assert!(bias.len() >= self.columns.end && !self.add, "the bias has another shape, or is added twice");
+        assert!(
+            bias.len() >= self.columns.end && !self.add,
+            "the bias of a matrix product has another shape, or is added twice"
+        );
         Start::Bias(bias)
     }
 }
@@ -86,7 +92,10 @@ impl<'a> Inputs<'a> {
     }
 
     pub(super) fn check(&self, rows: usize, width: usize) {
-        assert!(rows == 0 || self.values.len() >= (rows - 1) * self.stride + width, "the input slice is too short");
+        assert!(
+            rows == 0 || self.values.len() >= (rows - 1) * self.stride + width,
+            "the slice of a matrix product's input is too short"
+        );
     }
 
     /// The inputs of a row, for a range of steps of the summed dimension.

@@ -267,8 +267,8 @@ unsafe fn tiles(
         let tiles = rows.len().div_ceil(kernels_of_isa.rows);
         for (number, tile) in balanced(rows.clone(), kernels_of_isa.rows).enumerate() {
             let count = tile.len();
-            // A single tile of rows prefetches its own weights, a little ahead. If there are several tiles, the first
-            // two prefetch one half each of the following weights.
+            // A single tile of rows prefetches the packed weights a few columns ahead. If there are several tiles, the first two
+            // each prefetch half of the next panel of packed weights.
             let (fetch, fetch_step) = match (tiles, number) {
                 (1, _) => (block.w.wrapping_add(AHEAD), 2 * LINE),
                 (_, 0 | 1) => (block.next.wrapping_add(number * block.depth / 2 * LINE), LINE),

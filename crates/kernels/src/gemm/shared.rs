@@ -1,10 +1,11 @@
-//! Products of many rows with AMX tiles: inputs or weights that several threads or products read are packed once
-//! for all of them.
+//! Products of many rows with AMX or AVX512-BF16: inputs or weights that several threads or products read are packed
+//! once for all of them.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::super::amx::{self, ROWS, ROWS_AT_ONCE, Tiled};
+use super::super::amx::{self, ROWS, Tiled};
+use super::super::dpbf16;
 use super::super::isa::Isa;
 use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
 use super::super::threads::{Shared, Threads};
@@ -24,25 +25,30 @@ struct Buffers {
     hidden: Vec<Line>,
 }
 
+/// Number of rows in a cell of an instruction set, few enough that their inputs stay in the second-level cache.
+fn cell_rows(isa: Isa) -> usize {
+    if isa == Isa::Amx { amx::ROWS_AT_ONCE } else { dpbf16::ROWS_AT_ONCE }
+}
+
 /// Computes the sum of one or two products with all threads.
-pub(super) fn spread(threads: &Threads, jobs: &[Job<'_>], rows: usize, width: usize) {
+pub(super) fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize, width: usize) {
     BUFFERS.with_borrow_mut(|buffers| {
         let mut pair = [jobs[0].clone(), jobs[jobs.len() - 1].clone()];
         let pair = &mut pair[..jobs.len()];
-        transpose(threads, pair, rows, &mut buffers.transposed);
-        for rows in product::balanced(0..rows, amx::rows_shared(pair)) {
+        transpose(threads, isa, pair, rows, &mut buffers.transposed);
+        for rows in product::balanced(0..rows, amx::rows_shared(pair, cell_rows(isa))) {
             for (job, buffer) in pair.iter_mut().zip(&mut buffers.inputs) {
                 job.tiled = Some(amx::share(threads, job, &rows, buffer));
             }
-            grid(threads, pair, rows, width);
+            grid(threads, isa, pair, rows, width);
         }
     });
 }
 
 /// Transposes the weights of backward products once for all threads, if there are more rows than one cell has.
-fn transpose(threads: &Threads, jobs: &mut [Job<'_>], rows: usize, buffers: &mut [Vec<Line>; 2]) {
+fn transpose(threads: &Threads, isa: Isa, jobs: &mut [Job<'_>], rows: usize, buffers: &mut [Vec<Line>; 2]) {
     for (job, buffer) in jobs.iter_mut().zip(buffers) {
-        if job.side == Side::Backward && rows > ROWS_AT_ONCE {
+        if job.side == Side::Backward && rows > cell_rows(isa) {
             job.transposed = Some(amx::transpose_all(threads, job.weight, buffer));
         }
     }
@@ -69,18 +75,19 @@ pub(super) fn with_shared_inputs<T>(
 
 /// Divides a product into cells of whole tiles, with few enough rows that their inputs stay in the second-level
 /// cache, and computes them.
-fn grid(threads: &Threads, jobs: &[Job<'_>], rows: Range<usize>, width: usize) {
-    let cells = rows.len().div_ceil(ROWS_AT_ONCE);
+fn grid(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: Range<usize>, width: usize) {
+    let cells = rows.len().div_ceil(cell_rows(isa));
     let multiple = rows.len().div_ceil(cells).next_multiple_of(2 * ROWS);
     threads.grid(rows.len(), multiple, width.div_ceil(PANEL), 1, |some, panels| {
         let some = rows.start + some.start..rows.start + some.end;
-        SCRATCH.with_borrow_mut(|scratch| run_jobs(Isa::Amx, jobs, scratch, some, panels));
+        SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, jobs, scratch, some, panels));
     });
 }
 
 /// Computes a linear layer and its adapter: x is packed once for both.
 pub(super) fn linear(
     threads: &Threads,
+    isa: Isa,
     base: &Job<'_>,
     (a, b, parts): (&PackedMatrix, &PackedMatrix, &[Part]),
     hidden_out: Option<Shared<f32>>,
@@ -89,7 +96,7 @@ pub(super) fn linear(
     let rank = a.n();
     BUFFERS.with_borrow_mut(|buffers| {
         let Buffers { inputs: [inputs, low_rank_inputs], hidden, .. } = buffers;
-        for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(base))) {
+        for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(base), cell_rows(isa))) {
             let tiled = Some(amx::share(threads, base, &rows, inputs));
             // Safety: `room` returns memory for this many elements.
             let hidden = unsafe {
@@ -99,7 +106,7 @@ pub(super) fn linear(
             let out = Output { y: hidden, stride: rank, rows: rows.len(), add: false };
             let to_hidden = Target { first_row: rows.start, ..Target::new(out, 0..rank) };
             let down = Job { tiled, ..Job::new(Side::Forward, a, base.inputs, Start::Zero, &to_hidden, base.call) };
-            grid(threads, std::slice::from_ref(&down), rows.clone(), rank);
+            grid(threads, isa, std::slice::from_ref(&down), rows.clone(), rank);
             if let Some(out) = hidden_out {
                 // Safety: no other thread writes these rows, and the length was checked.
                 unsafe { out.part(rows.start * rank..rows.end * rank) }.copy_from_slice(hidden);
@@ -107,7 +114,7 @@ pub(super) fn linear(
             let inputs = Inputs { values: hidden, stride: rank, first_row: rows.start, first: 0 };
             let mut up = Job { parts, slot: 1, start: Start::Add, inputs, weight: b, sum: 0..rank, ..base.clone() };
             up.tiled = Some(amx::share(threads, &up, &rows, low_rank_inputs));
-            grid(threads, &[Job { tiled, ..base.clone() }, up], rows, base.columns.len());
+            grid(threads, isa, &[Job { tiled, ..base.clone() }, up], rows, base.columns.len());
         }
     });
 }
@@ -130,6 +137,7 @@ pub(super) fn supports_backward(
 /// Computes the backward pass of a linear layer and its adapter: dy is packed once for both.
 pub(super) fn linear_backward(
     threads: &Threads,
+    isa: Isa,
     of_weight: Term<'_>,
     (a, b_transposed, parts): (&PackedMatrix, &[PackedMatrix], &[Part]),
     (dh, adds): (&mut [f32], bool),
@@ -146,9 +154,9 @@ pub(super) fn linear_backward(
         let mut jobs =
             [base.clone(), Job { slot: 1, ..Job::new(Side::Backward, a, inputs, Start::Add, &target, call) }];
         let jobs = &mut jobs[..if adds { 2 } else { 1 }];
-        transpose(threads, jobs, rows, &mut buffers.transposed);
+        transpose(threads, isa, jobs, rows, &mut buffers.transposed);
         let [of_dy, of_dh] = &mut buffers.inputs;
-        for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(&base))) {
+        for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(&base), cell_rows(isa))) {
             let tiled = amx::share(threads, &base, &rows, of_dy);
             jobs[0].tiled = Some(tiled);
             for ((outputs, ranks), b) in parts.iter().zip(b_transposed) {
@@ -157,13 +165,13 @@ pub(super) fn linear_backward(
                 let to = Target { first_row: rows.start, ..Target::new(to, 0..ranks.len()) };
                 let tiled = Some(tiled.steps(outputs));
                 let job = Job { tiled, ..Job::new(Side::Forward, b, dy, Start::Zero, &to, call) };
-                grid(threads, std::slice::from_ref(&job), rows.clone(), ranks.len());
+                grid(threads, isa, std::slice::from_ref(&job), rows.clone(), ranks.len());
             }
             if let Some(job) = jobs.get_mut(1) {
                 let laid_out = Job { inputs: Inputs { values: dh, ..inputs }, ..job.clone() };
                 job.tiled = Some(amx::share(threads, &laid_out, &rows, of_dh));
             }
-            grid(threads, jobs, rows, width);
+            grid(threads, isa, jobs, rows, width);
         }
     });
 }

@@ -61,11 +61,11 @@ pub(in super::super) struct Kernels {
 
 pub(in super::super) type Kernel = unsafe fn(&Tile);
 
-/// The tile kernels of an instruction set, for packs of f32, and of bf16 without AMX.
+/// The tile kernels of an instruction set, for packs of f32, and of bf16 if it has no instructions for products of bf16.
 pub(in super::super) fn tile_kernels(isa: Isa) -> &'static TileKernels {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Amx | Isa::Avx512 => &x86::AVX512,
+        Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => &x86::AVX512,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => &x86::AVX2,
         _ => &PORTABLE,

@@ -35,8 +35,11 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
     let (rows, k) = (targets.len(), weight.k());
     check(x, weight, rows);
     check(d_x, weight, rows);
-    assert!(normalizers.len() == rows && g.len() == rows, "there must be one normalizer and one gradient for each row");
-    assert!(targets.iter().all(|target| (*target as usize) < weight.n()), "a target is not a token of the vocabulary");
+    assert!(
+        normalizers.len() == rows && g.len() == rows,
+        "the logits must have one normalizer and one gradient for each row"
+    );
+    assert!(targets.iter().all(|target| (*target as usize) < weight.n()), "a target token is not in the vocabulary");
     d_x.fill(0.0);
     let live: Vec<usize> = (0..rows).filter(|row| g[*row] != 0.0).collect();
     if live.is_empty() || k == 0 {
@@ -64,7 +67,11 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
         let job = Job { isa, x, shared_inputs, head, lines: &lines, t };
         job.inputs(threads, d_x);
         if let Some(d_weight) = d_weight {
-            assert_eq!(d_weight.len(), weight.n() * k, "the weight and its gradient differ in shape");
+            assert_eq!(
+                d_weight.len(),
+                weight.n() * k,
+                "the weight of the output layer and its gradient differ in shape"
+            );
             job.weights(threads, d_weight);
         }
     });

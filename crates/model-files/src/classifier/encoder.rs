@@ -141,12 +141,12 @@ impl EncoderConfig {
             return keys.refuse(
                 "max_position_embeddings",
                 &max_position_embeddings.into(),
-                &format!("at most {MAX_POSITIONS} are supported"),
+                &format!("at most {MAX_POSITIONS} positions are supported"),
             );
         }
         let num_hidden_layers = keys.size("num_hidden_layers", None)?;
         if num_hidden_layers > 10_000 {
-            return keys.refuse("num_hidden_layers", &num_hidden_layers.into(), "at most 10000 are supported");
+            return keys.refuse("num_hidden_layers", &num_hidden_layers.into(), "at most 10000 layers are supported");
         }
         let vocab_size = keys.size("vocab_size", None)?;
         let pad_token_id = super::pad_token_id(keys)?.unwrap_or(pad_token_id);
@@ -155,7 +155,11 @@ impl EncoderConfig {
         }
         let activation_of_mlp = activation(keys, act, Activation::Gelu)?;
         if activation_of_mlp == Activation::Tanh {
-            return keys.refuse(act, &"tanh".into(), "supported are gelu, gelu_new, gelu_pytorch_tanh and relu");
+            return keys.refuse(
+                act,
+                &"tanh".into(),
+                "the supported values are gelu, gelu_new, gelu_pytorch_tanh and relu",
+            );
         }
         let kind = match model_type {
             "deberta-v2" => EncoderKind::DebertaV2(deberta(keys, hidden_size, num_attention_heads)?),
@@ -163,11 +167,15 @@ impl EncoderConfig {
             _ => {
                 let positions = keys.get("position_embedding_type");
                 if let Some(value) = positions.filter(|value| value.as_str() != Some("absolute")) {
-                    return keys.refuse("position_embedding_type", value, "only \"absolute\" is supported");
+                    return keys.refuse("position_embedding_type", value, "the only supported value is \"absolute\"");
                 }
                 if max_position_embeddings <= pad_token_id as usize + 1 {
                     let value = max_position_embeddings.into();
-                    return keys.refuse("max_position_embeddings", &value, "positions start after pad_token_id");
+                    return keys.refuse(
+                        "max_position_embeddings",
+                        &value,
+                        "the value must be larger, because positions start after pad_token_id",
+                    );
                 }
                 if type_vocab_size == 0 {
                     return keys.refuse("type_vocab_size", &0.into(), "the value must be at least 1");
@@ -339,7 +347,7 @@ fn activation(keys: &Keys, key: &str, default: Activation) -> Result<Activation,
         Some("gelu_new" | "gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
         Some("relu") => Ok(Activation::Relu),
         Some("tanh") => Ok(Activation::Tanh),
-        _ => keys.refuse(key, value, "supported are gelu, gelu_new, gelu_pytorch_tanh and relu"),
+        _ => keys.refuse(key, value, "the supported values are gelu, gelu_new, gelu_pytorch_tanh and relu"),
     }
 }
 
@@ -354,7 +362,7 @@ fn deberta(keys: &Keys, hidden_size: usize, num_attention_heads: usize) -> Resul
     for (key, only) in [("attention_head_size", hidden_size / num_attention_heads), ("pooler_hidden_size", hidden_size)]
     {
         if let Some(value) = keys.get(key).filter(|value| value.as_u64() != Some(only as u64)) {
-            return keys.refuse(key, value, &format!("only {only} is supported here"));
+            return keys.refuse(key, value, &format!("this model_type supports only {only}"));
         }
     }
     let pos_att_type: Vec<String> = match keys.get("pos_att_type") {
@@ -364,16 +372,20 @@ fn deberta(keys: &Keys, hidden_size: usize, num_attention_heads: usize) -> Resul
         Some(other) => return keys.refuse("pos_att_type", other, "the value must be a list of c2p and p2c"),
     };
     if let Some(other) = pos_att_type.iter().find(|name| !matches!(name.as_str(), "c2p" | "p2c")) {
-        return keys.refuse("pos_att_type", &other.as_str().into(), "supported are c2p and p2c");
+        return keys.refuse("pos_att_type", &other.as_str().into(), "the supported values are c2p and p2c");
     }
     let embedding_size = keys.size("embedding_size", Some(hidden_size))?;
     if embedding_size != hidden_size && count(keys, "type_vocab_size", 0)? > 0 {
-        return keys.refuse("embedding_size", &embedding_size.into(), "with token types only hidden_size is supported");
+        return keys.refuse(
+            "embedding_size",
+            &embedding_size.into(),
+            "in a model with token types the only supported value is hidden_size",
+        );
     }
     let norm_rel_ebd = match keys.get("norm_rel_ebd").map(|value| (value, value.as_str())) {
         None | Some((_, Some("none"))) => false,
         Some((_, Some("layer_norm"))) => true,
-        Some((other, _)) => return keys.refuse("norm_rel_ebd", other, "supported are none and layer_norm"),
+        Some((other, _)) => return keys.refuse("norm_rel_ebd", other, "the supported values are none and layer_norm"),
     };
     Ok(DebertaV2 {
         relative_attention: keys.flag("relative_attention", false)?,
@@ -391,21 +403,25 @@ fn deberta(keys: &Keys, hidden_size: usize, num_attention_heads: usize) -> Resul
 fn modernbert(keys: &Keys, num_hidden_layers: usize) -> Result<ModernBert, ModelCardError> {
     for key in ["attention_bias", "mlp_bias", "norm_bias"] {
         if keys.flag(key, false)? {
-            return keys.refuse(key, &true.into(), "these biases are not supported; use a model without them");
+            return keys.refuse(
+                key,
+                &true.into(),
+                "biases in these layers are not supported; use a model without them",
+            );
         }
     }
     if activation(keys, "classifier_activation", Activation::Gelu)? != Activation::Gelu {
         let value = keys.get("classifier_activation").unwrap_or(&Value::Null);
-        return keys.refuse("classifier_activation", value, "only \"gelu\" is supported");
+        return keys.refuse("classifier_activation", value, "the only supported value is \"gelu\"");
     }
     if activation(keys, "hidden_activation", Activation::Gelu)? != Activation::Gelu {
         let value = keys.get("hidden_activation").unwrap_or(&Value::Null);
-        return keys.refuse("hidden_activation", value, "only \"gelu\" is supported");
+        return keys.refuse("hidden_activation", value, "the only supported value is \"gelu\"");
     }
     let pooling = match keys.get("classifier_pooling").map(|value| (value, value.as_str())) {
         None | Some((_, Some("cls"))) => Pooling::Cls,
         Some((_, Some("mean"))) => Pooling::Mean,
-        Some((other, _)) => return keys.refuse("classifier_pooling", other, "supported are cls and mean"),
+        Some((other, _)) => return keys.refuse("classifier_pooling", other, "the supported values are cls and mean"),
     };
     let every = global_every(keys, num_hidden_layers)?;
     Ok(ModernBert {
@@ -448,7 +464,11 @@ fn theta(keys: &Keys, layer_type: &str, flat: &str, default: f64) -> Result<f64,
     };
     let inner = Keys { file: keys.file, value: nested };
     if let Some(kind) = inner.get("rope_type").filter(|kind| kind.as_str() != Some("default")) {
-        return keys.refuse(&format!("rope_parameters.{layer_type}.rope_type"), kind, "only \"default\" is supported");
+        return keys.refuse(
+            &format!("rope_parameters.{layer_type}.rope_type"),
+            kind,
+            "the only supported value is \"default\"",
+        );
     }
     inner.number("rope_theta", Some(default))
 }

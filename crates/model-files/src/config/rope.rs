@@ -206,7 +206,7 @@ fn one(
         }
         Some(_) => {
             let value = rope_type.unwrap_or(&Value::Null);
-            let advice = "supported are default, linear, dynamic, yarn, longrope and llama3";
+            let advice = "the supported values are default, linear, dynamic, yarn, longrope and llama3";
             return keys.refuse(&format!("{name}.rope_type"), value, advice);
         }
     };
@@ -220,14 +220,16 @@ fn rotary_dim(keys: &Keys<'_>, key: &str, factor: Option<&Value>, sizes: Sizes) 
         return keys.refuse(key, value, "the value must be above 0 and at most 1");
     };
     if factor != 1.0 && !sizes.is_phi3 {
-        return keys.refuse(key, value, "only 1 is supported in this model_type");
+        return keys.refuse(key, value, "the only supported value for this model_type is 1");
     }
     let columns = (sizes.head_dim as f64 * factor) as usize;
     match columns.is_multiple_of(2) && columns > 0 {
         true => Ok(columns),
-        false => {
-            keys.refuse(key, value, &format!("{columns} columns of a head would rotate; it must be an even number"))
-        }
+        false => keys.refuse(
+            key,
+            value,
+            &format!("{columns} columns of an attention head would rotate; their number must be even"),
+        ),
     }
 }
 

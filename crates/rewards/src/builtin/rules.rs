@@ -24,7 +24,11 @@ fn of_before(reward: Value) -> Builtin {
         plan.as_object_mut().unwrap().shift_remove(field);
     }
     let old: RewardPlan = serde_json::from_value(plan.clone()).unwrap();
-    assert_eq!(serde_json::to_string(&old).unwrap(), plan.to_string(), "what was stored stays as it is");
+    assert_eq!(
+        serde_json::to_string(&old).unwrap(),
+        plan.to_string(),
+        "a stored plan of a reward is serialized as it was"
+    );
     Builtin::of_plan(&old).unwrap()
 }
 

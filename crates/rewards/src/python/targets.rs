@@ -63,7 +63,7 @@ pub fn read_targets(given: &[String], directory: &Path) -> Result<Vec<Target>, P
         targets.push(target);
     }
     if targets.is_empty() {
-        return Err(PythonError::Setting("a target is required, for example rewards.py:accuracy".to_owned()));
+        return Err(PythonError::Setting("a reward function is required, for example rewards.py:accuracy".to_owned()));
     }
     Ok(targets)
 }
@@ -140,7 +140,7 @@ mod tests {
             (&["rewards.py:a,a"], "two functions are named 'a'"),
             (&["my-module:a"], "neither a Python file"),
             (&["../:a"], "is a directory"),
-            (&[], "a target is required"),
+            (&[], "a reward function is required"),
         ] {
             let error = read(given, &scratch).unwrap_err();
             assert!(error.contains(part), "{given:?}: {error}");

@@ -160,7 +160,7 @@ fn label_score(entries: &Value, wanted: Option<&str>) -> Found {
         let known: Vec<String> = entries.iter().filter_map(label_of).collect();
         let known = known.join(", ");
         return Found::Invalid(match wanted {
-            Some(wanted) => format!("label '{wanted}' not found; the labels are: {known}"),
+            Some(wanted) => format!("the answer has no label '{wanted}'; its labels are: {known}"),
             None => format!("the model has the labels {known}; set 'label' to the one whose score is the reward"),
         });
     };

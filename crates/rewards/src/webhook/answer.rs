@@ -56,14 +56,14 @@ pub fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String> {
     }
     if let Some(results) = object.get("results") {
         let Value::Array(results) = results else {
-            return Err(format!("'results' is {}, not an array", name(results)));
+            return Err(format!("the answer's 'results' is {}, not an array", name(results)));
         };
         return by_id(results, ids);
     }
     for key in ["rewards", "scores"] {
         if let Some(rewards) = object.get(key) {
             let Value::Array(rewards) = rewards else {
-                return Err(format!("'{key}' is {}, not an array", name(rewards)));
+                return Err(format!("the answer's '{key}' is {}, not an array", name(rewards)));
             };
             return in_order(rewards, ids);
         }

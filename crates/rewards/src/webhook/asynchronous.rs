@@ -165,7 +165,7 @@ fn read_status(body: &[u8], id: &str, ids: &[&str]) -> Result<Option<Chunk>, Str
     }
     if let Some(results) = value.get("results").filter(|results| !results.is_null()) {
         let Value::Array(results) = results else {
-            return Err(format!("'results' is {}, not a list", name(results)));
+            return Err(format!("the answer's 'results' is {}, not a list", name(results)));
         };
         let entry = |result: &Value| {
             Some(Entry { sample_id: result.get("sample_id")?.as_str()?.to_owned(), result: result.to_string() })
@@ -186,7 +186,7 @@ fn read_status(body: &[u8], id: &str, ids: &[&str]) -> Result<Option<Chunk>, Str
         }
     };
     if rewards.len() != ids.len() {
-        return Err(format!("{} rewards for {} samples", rewards.len(), ids.len()));
+        return Err(format!("the answer has {} rewards for {} samples", rewards.len(), ids.len()));
     }
     let entry = |(id, reward): (&&str, Value)| Entry {
         sample_id: (*id).to_owned(),

@@ -147,7 +147,7 @@ impl Webhook {
                 longest.mul_f64(0.5 + 0.5 * random_fraction())
             };
             let wait = self.client.pace.of(wait).max(asked_to_wait.unwrap_or_default()).min(left);
-            tracing::info!(reward = %self.name, failures, wait_ms = wait.as_millis() as u64, "reward request failed: {why}");
+            tracing::info!(reward = %self.name, failures, wait_ms = wait.as_millis() as u64, "the request to the reward service failed: {why}");
             counts.retries += 1;
             self.meter.retried();
             tokio::time::sleep(wait).await;

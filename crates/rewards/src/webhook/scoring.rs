@@ -101,7 +101,7 @@ impl ScoringRun<'_> {
                     return self.apply_on_invalid(
                         &indices,
                         "too_large",
-                        "the service answered 413 (too large) to a single sample",
+                        "the service answered 413 (too large) to a request with a single sample",
                     );
                 }
                 RewardAnswer::TooLarge => {

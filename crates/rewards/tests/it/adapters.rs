@@ -317,9 +317,9 @@ async fn vllm_classify_of_several_labels_needs_a_number() {
     let with = |label: Value| json!({"type": "vllm_classify", "label": label});
     assert_eq!(numbers(&service, with(json!(1)), &samples(1, 1)).await, some(&[3.5]));
     assert!(problem(&service, with(json!(null)), &samples(1, 1)).await.contains("2 labels"));
-    assert!(problem(&service, with(json!(2)), &samples(1, 1)).await.contains("label 2 not found"));
+    assert!(problem(&service, with(json!(2)), &samples(1, 1)).await.contains("no label number 2"));
     let errors = read_single_reward(&json!({"reward": {"type": "vllm_classify", "url": "http://x/", "label": "neg"}}));
-    assert!(errors.unwrap_err()[0].detail.contains("label's number"));
+    assert!(errors.unwrap_err()[0].detail.contains("given by its number"));
 }
 
 #[tokio::test]

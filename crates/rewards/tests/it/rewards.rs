@@ -304,7 +304,7 @@ async fn a_413_splits_in_half_until_it_fits() {
     assert_eq!(service.requests().len(), 7, "8 → 4 + 4 → 2 + 2 + 2 + 2");
     let never = Service::start(|_, _| text(413, "")).await;
     let failure = score(&never.url(), json!({}), &samples(2, 2)).await.unwrap_err();
-    assert!(failure.to_string().contains("413 (too large) to a single sample"), "{failure}");
+    assert!(failure.to_string().contains("413 (too large) to a request with a single sample"), "{failure}");
 }
 
 #[tokio::test]

@@ -17,7 +17,7 @@ impl DataDir {
     pub fn beside(root: &Path) -> Result<DataDir, FilesError> {
         let root = fs::canonicalize(root).map_err(cannot("find", root))?;
         let path = root.join(LOCK);
-        let lock = File::open(&path).map_err(cannot("open the lock file", &path))?;
+        let lock = File::open(&path).map_err(cannot("open the data directory's lock file", &path))?;
         Ok(DataDir { root: Arc::new(root), uploads: Arc::default(), lock: Arc::new(lock) })
     }
 

@@ -100,6 +100,8 @@ pub(super) fn place(staged: &Path, to: &Path) -> Result<(), FilesError> {
     // The parent directory may be new, so its name must be made durable too.
     sync_dir(parent.parent().unwrap_or(Path::new("/")))?;
     remove_tree(to)?;
-    fail_point!("files.place").and_then(|()| fs::rename(staged, to)).map_err(cannot("move files to", to))?;
+    fail_point!("files.place")
+        .and_then(|()| fs::rename(staged, to))
+        .map_err(cannot("move the initial files of a job to", to))?;
     sync_dir(parent)
 }

@@ -100,10 +100,10 @@ pub(super) async fn without_rows(
             continue;
         }
         let reason = match kind {
-            StorageKind::Staging => "left by an upload or a backup that was interrupted",
-            StorageKind::Scratch => "unpublished files of a worker that has ended",
-            StorageKind::Models => "downloaded files without a registered model",
-            _ => "no row of the database refers to it",
+            StorageKind::Staging => "these files were left by an upload or a backup that was interrupted",
+            StorageKind::Scratch => "these are unpublished files of a worker that has ended",
+            StorageKind::Models => "these are downloaded files without a registered model",
+            _ => "no row of the database refers to these files",
         };
         items.push(GcItem { kind, name, size_bytes, reason: reason.to_owned(), removal: Some(Removal::Orphan(path)) });
     }

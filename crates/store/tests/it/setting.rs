@@ -81,6 +81,7 @@ impl Setting {
             version: "0.1.0".to_owned(),
             child,
             protocol: PROTOCOL,
+            kernels: None,
         };
         self.store.worker_register(&register, T0).await.unwrap();
         worker

@@ -97,7 +97,7 @@ fn check_text(text: &str) -> Result<(), (&'static str, String)> {
 
 fn no_answer(columns: &Map<String, Value>) -> (&'static str, String) {
     let names: Vec<String> = columns.keys().take(8).map(|name| format!("'{}'", brief(name))).collect();
-    let found = if names.is_empty() { "no other columns".to_owned() } else { names.join(", ") };
+    let found = if names.is_empty() { "no columns at all".to_owned() } else { names.join(", ") };
     let detail = format!(
         "there is no assistant turn to learn from (found {found}): end the messages with the assistant's, or name the column that holds the answer, \"map\": {{\"prompt\": \"…\", \"completion\": \"…\"}}"
     );

@@ -153,7 +153,7 @@ impl Recipe {
             return wrong("map.drop", "give either keep or drop, not both".to_owned());
         }
         if map.unique.as_ref().is_some_and(|unique| unique.columns().is_empty()) {
-            return wrong("map.unique", "it must name at least one column".to_owned());
+            return wrong("map.unique", "this setting must name at least one column".to_owned());
         }
         for (at, text) in
             [("map.prompt", &map.prompt), ("map.completion", &map.completion), ("map.where", &map.condition)]

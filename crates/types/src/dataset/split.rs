@@ -136,7 +136,8 @@ impl CsvSplit {
                 }
                 (CsvState::QuoteInQuoted, _) => {
                     self.state = CsvState::Broken;
-                    let detail = "text after a closing quote: write \"\" for a quote inside quotes";
+                    let detail =
+                        "a quoted field has text after its closing quote: write \"\" for a quote inside quotes";
                     row(self.begin, Err(Broken { code: "csv", detail, last: true }));
                 }
                 (CsvState::Broken, _) => return,
@@ -147,7 +148,7 @@ impl CsvSplit {
     pub(super) fn finish(&mut self, row: &mut CsvRow<'_>) {
         match self.state {
             CsvState::Quoted => {
-                let detail = "a quote is opened here and never closed";
+                let detail = "a quoted field begins here, and its closing quote is missing";
                 row(self.begin, Err(Broken { code: "csv", detail, last: true }));
             }
             CsvState::Broken => {}
@@ -268,7 +269,7 @@ impl JsonSplit {
             (JsonState::AfterElement, b',') => self.state = JsonState::Next,
             (JsonState::CloseObject, b'}') => self.state = JsonState::End,
             (JsonState::First | JsonState::Next, b',' | b']' | b'}') => {
-                self.broken("a row is missing between two commas or brackets", row)
+                self.broken("there is no row between two commas or brackets", row)
             }
             (JsonState::First | JsonState::Next, _) => {
                 self.begin = self.line;
@@ -277,7 +278,7 @@ impl JsonSplit {
             }
             (JsonState::Start | JsonState::Key, _) => self.broken(EXPECTED, row),
             (JsonState::AfterElement, _) => self.broken("',' or ']' is expected after a row", row),
-            (JsonState::CloseObject, _) => self.broken("'records' must be the only field", row),
+            (JsonState::CloseObject, _) => self.broken("the object must have no field but 'records'", row),
             (JsonState::End, _) => self.broken("there is text after the end of the JSON", row),
             (JsonState::Element, _) => {}
         }

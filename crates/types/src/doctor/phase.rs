@@ -55,7 +55,7 @@ fn judge(case: &Case<'_>, current: Option<TrainingPhase>) -> Option<(TrainingPha
     evidence.extend(history.last("clip_ratio/region_mean", RECENT).map(|clipped| clipped.observe_mean(None)));
     let done = case.input.plan.rloo_step(case.step).unwrap_or(0);
     let share = done as f64 / case.input.plan.training.max_steps.max(1) as f64;
-    evidence.push(recent.observe("share of the run's steps that are done", share, None));
+    evidence.push(recent.observe("share of the run's optimizer steps that are done", share, None));
     let (Some(before), Some(first), Some((low, high))) =
         (history.before("reward", RECENT, RECENT), history.early("reward"), case.range())
     else {
@@ -66,9 +66,9 @@ fn judge(case: &Case<'_>, current: Option<TrainingPhase>) -> Option<(TrainingPha
     let flat = slack * case.chance_difference().unwrap_or(0.0);
     let trend = recent.mean() - before.mean();
     let gain = recent.mean() - first.mean();
-    evidence.push(recent.observe("change from the five rollouts before", trend, Some(flat)));
+    evidence.push(recent.observe("change of the mean from the five rollouts before", trend, Some(flat)));
     evidence.push(recent.observe(
-        "change from the first five rollouts",
+        "change of the mean from the run's first five rollouts",
         gain,
         Some((flat / slack).max(0.05 * (high - low))),
     ));
@@ -76,7 +76,7 @@ fn judge(case: &Case<'_>, current: Option<TrainingPhase>) -> Option<(TrainingPha
         (Some(kl), Some(kl_before)) => {
             let change = kl.mean() - kl_before.mean();
             let limit = slack * 0.25 * kl_before.mean().max(0.02);
-            evidence.push(kl.observe("change from the five rollouts before", change, Some(limit)));
+            evidence.push(kl.observe("change of the mean from the five rollouts before", change, Some(limit)));
             change.abs() <= limit
         }
         _ => true, // No reference, no KL.

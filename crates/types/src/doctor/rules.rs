@@ -124,7 +124,11 @@ fn high_variance(case: &Case<'_>) -> Option<Verdict> {
             input.prompts_per_rollout
         );
         let evidence = vec![
-            rewards.observe("jitter (root of half the mean squared step)", jitter, Some((3.0 * expected).max(floor))),
+            rewards.observe(
+                "jitter of the reward (root of half the mean squared change per step)",
+                jitter,
+                Some((3.0 * expected).max(floor)),
+            ),
             stds.observe_mean(None),
         ];
         return raise(message, evidence, fix);
@@ -144,7 +148,7 @@ fn kl_explosion(case: &Case<'_>) -> Option<Verdict> {
             kl.exp()
         );
         let mut evidence = vec![recent.observe_mean(Some(1.0))];
-        evidence.extend(before.map(|before| before.observe("mean of the ten rollouts before", earlier, None)));
+        evidence.extend(before.map(|before| before.observe("mean of the ten rollouts before these", earlier, None)));
         let fix = format!(
             "raise rloo.beta (now {}; 0.1 is a usual value against this), lower optimizer.learning_rate (now {:e}), evaluate more often, and continue from a checkpoint before step {}",
             case.input.plan.rloo.beta,
@@ -289,8 +293,16 @@ fn independent_divergences(case: &Case<'_>) -> Vec<Divergence> {
                 loss: (then.mean() - now.mean()) / own_width,
                 noise: 0.05,
                 evidence: vec![
-                    last.observe("mean (limit: mean of the first five)", last.mean(), Some(first.mean())),
-                    now.observe("mean (limit: mean of the first five)", now.mean(), Some(then.mean())),
+                    last.observe(
+                        "mean of the last evaluations (limit: the mean of the first five)",
+                        last.mean(),
+                        Some(first.mean()),
+                    ),
+                    now.observe(
+                        "mean of the last evaluations (limit: the mean of the first five)",
+                        now.mean(),
+                        Some(then.mean()),
+                    ),
                 ],
                 measure: format!("reward '{name}' (weight 0)"),
             });
@@ -313,10 +325,10 @@ fn evaluation_divergence(case: &Case<'_>, width: f64) -> Option<Divergence> {
     let own_width = high - low;
     let std = case.history.up_to("eval_reward_std", 1).map_or(0.0, |std| std.latest());
     let standard_error = std * (2.0 / case.input.eval_completions.max(1.0)).sqrt() / own_width;
-    let mut seen = evals.observe("last evaluation (limit: the best evaluation before)", now, Some(best));
+    let mut seen = evals.observe("reward of the last evaluation (limit: the best one before it)", now, Some(best));
     (seen.from_step, seen.to_step) = (best_step + 1, now_step);
     let mut reward = trained.observe(
-        "mean of the last rollouts (limit: their mean at the best evaluation)",
+        "mean reward of the last rollouts (limit: their mean at the best evaluation)",
         trained_now,
         at(best_step),
     );

@@ -51,8 +51,10 @@ pub fn verdict(report: &ProbeReport, plan: &Plan) -> Vec<Finding> {
     findings.extend(low_rate(report, plan));
     if findings.is_empty() {
         let detail = match (report.reward, report.tied_groups_fraction) {
-            (Some(reward), Some(tied)) => format!("mean reward {reward:.3}, {} of the groups tied", percent(tied)),
-            _ => "no problem was found".to_owned(),
+            (Some(reward), Some(tied)) => {
+                format!("the mean reward is {reward:.3}, and in {} of the groups all rewards are equal", percent(tied))
+            }
+            _ => "the preflight found no problem".to_owned(),
         };
         let fix = if report.complete {
             "submit the job"
@@ -121,10 +123,14 @@ fn level(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     let (at_floor, at_ceiling, of_what) = match report.reward_range {
         Some((low, high)) if high > low => {
             let part = (reward - low) / (high - low);
-            (part <= FLOOR, part >= CEILING, format!("{} of the way from {low} to {high}", percent(part)))
+            (
+                part <= FLOOR,
+                part >= CEILING,
+                format!("{} of the way from the lowest reward {low} to the highest {high}", percent(part)),
+            )
         }
         Some(_) | None => {
-            (constant && reward <= 0.0, constant && reward > 0.0, "the same for every completion".to_owned())
+            (constant && reward <= 0.0, constant && reward > 0.0, "the same reward for every completion".to_owned())
         }
     };
     if at_floor {

@@ -9,10 +9,10 @@ use super::Claim;
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     /// A field is missing, or has an invalid value.
-    #[error("the claim is not valid")]
+    #[error("the job that the server sent has a missing or invalid field")]
     Form(#[source] serde_json::Error),
     /// The claim has a field that this version does not know.
-    #[error("the field '{0}' is not known to this version of rlood")]
+    #[error("the job that the server sent has the field '{0}', which this version of rlood does not know")]
     Unknown(String),
 }
 

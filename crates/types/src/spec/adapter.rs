@@ -132,7 +132,7 @@ fn refused<T>(config: &Value, key: &str, advice: &str) -> Result<T, String> {
 /// Rejects a configuration that is not LoRA, or that has more than A and B.
 fn check_kind(config: &Value) -> Result<(), String> {
     if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
-        return refused(config, "peft_type", "only \"LORA\" is supported");
+        return refused(config, "peft_type", "the only supported adapter type is \"LORA\"");
     }
     for key in UNSUPPORTED {
         let is_neutral = match config.get(key) {
@@ -142,11 +142,11 @@ fn check_kind(config: &Value) -> Result<(), String> {
             Some(_) => false,
         };
         if !is_neutral {
-            return refused(config, key, "this option is not supported");
+            return refused(config, key, "this option of PEFT is not supported");
         }
     }
     if !matches!(config.get("bias").map(Value::as_str), None | Some(Some("none"))) {
-        return refused(config, "bias", "only \"none\" is supported");
+        return refused(config, "bias", "the only supported value is \"none\"");
     }
     match config.get("init_lora_weights").and_then(Value::as_str) {
         Some(name) if ["pissa", "olora", "corda", "loftq"].iter().any(|n| name.starts_with(n)) => {

@@ -198,22 +198,26 @@ fn too_large(
     }
     if plan.lora.is_none() {
         if changed(|plan| plan.rloo.beta = 0.0) {
-            knobs.push("rloo.beta 0 (no frozen copy as reference)".to_owned());
+            knobs.push("rloo.beta 0 (no frozen copy of the model as reference)".to_owned());
         }
         knobs.push("lora instead of full fine-tuning".to_owned());
     }
     let (pointer, advice) = match (shorter, knobs.is_empty()) {
         (_, true) => ("/model", "use a smaller model or a larger machine".to_owned()),
         (Some(_), false) => {
-            ("/sampling/max_completion_length", format!("any of these makes it fit: {}", knobs.join("; ")))
+            ("/sampling/max_completion_length", format!("any of these changes makes the job fit: {}", knobs.join("; ")))
         }
-        (None, false) if plan.lora.is_none() => ("/lora", format!("what would help: {}", knobs.join("; "))),
-        (None, false) => ("/training/prompts_per_step", format!("any of these makes it fit: {}", knobs.join("; "))),
+        (None, false) if plan.lora.is_none() => {
+            ("/lora", format!("these changes lower the memory that the job needs: {}", knobs.join("; ")))
+        }
+        (None, false) => {
+            ("/training/prompts_per_step", format!("any of these changes makes the job fit: {}", knobs.join("; ")))
+        }
     };
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let has = match place {
         Place::Cpu => format!("a worker may use {} MiB (--memory-limit)", mib(limit)),
-        Place::Cuda { .. } => format!("a run may use {} MiB of the GPU (--gpu-memory)", mib(limit)),
+        Place::Cuda { .. } => format!("a run may use {} MiB of the GPU's memory (--gpu-memory)", mib(limit)),
     };
     let detail = format!(
         "the job needs about {} MiB (process {}, weights {}, reference {}, reward models {}, trained {}, gradient {}, optimizer {}, KV cache {}, logits {}, activations {}, allocator {}) and {has}: {advice}",

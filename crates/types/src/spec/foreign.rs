@@ -27,15 +27,14 @@ const LATER: &str = "unsupported";
 
 const VALUE_MODEL: &str =
     "RLOO has no value model: the baseline is the mean reward of the other completions of the prompt. Remove this key";
-const ADVANTAGE_DISCOUNT: &str =
-    "belongs to PPO's generalized advantage estimation; RLOO gives the whole completion one advantage. Remove this key";
-const PPO_CLIP: &str = "PPO's name of the policy clip: use rloo.epsilon (and rloo.epsilon_high)";
-const ADAPTIVE_KL: &str = "the KL coefficient is constant: use rloo.beta";
+const ADVANTAGE_DISCOUNT: &str = "this key belongs to PPO's generalized advantage estimation; RLOO gives the whole completion one advantage. Remove this key";
+const PPO_CLIP: &str = "this key is PPO's name of the policy clip: use rloo.epsilon (and rloo.epsilon_high)";
+const ADAPTIVE_KL: &str = "the coefficient of the KL penalty is constant: use rloo.beta";
 const PRECISION: &str = "use training.dtype: \"f32\" or \"bf16\"";
 const QUANTIZED: &str = "quantized base models are not supported; register the unquantized model and remove this key";
 const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute; remove this key";
 const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
-const BATCH: &str = "batches are counted in prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); the worker chooses micro-batches itself";
+const BATCH: &str = "the size of a batch is its number of prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); the worker chooses micro-batches itself";
 const SAVING: &str = "use checkpoints {every_steps, every_seconds, keep_last, keep_best, metric_for_best}";
 const EARLY: &str = "use early_stopping {metric, patience, min_delta}";
 const EVALUATING: &str = "use eval {dataset or fraction, every_steps, before_start, num_generations, temperature}";
@@ -159,7 +158,7 @@ const KEYS: &[Entry] = &[
             "bias",
         ],
         LATER,
-        "plain LoRA only in this version; remove this key",
+        "this version trains plain LoRA only; remove this key",
     ),
     (&["optim", "optimizer_type"], FOREIGN, "use optimizer {kind: \"adamw\" or \"adamw_8bit\", learning_rate, …}"),
     (&["adam_8bit", "adamw_8bit"], FOREIGN, "use optimizer.kind: \"adamw_8bit\""),
@@ -195,12 +194,12 @@ const KEYS: &[Entry] = &[
     (
         &["ref_model", "reference_model", "ref_policy"],
         FOREIGN,
-        "the reference is the base model, or the weights that a run starts from: see warm_start.reference; remove this key",
+        "the reference model is the base model, or the weights that a run starts from: see warm_start.reference; remove this key",
     ),
     (
         &["sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"],
         FOREIGN,
-        "the reference stays the base model; remove this key",
+        "the reference model stays the base model; remove this key",
     ),
     (
         &["initial_adapter", "resume_from_checkpoint", "adapter"],

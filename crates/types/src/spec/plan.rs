@@ -189,7 +189,7 @@ fn yes() -> bool {
     true
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes the value by reference")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes the value to this function by reference")]
 fn is_yes(value: &bool) -> bool {
     *value
 }

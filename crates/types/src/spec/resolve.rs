@@ -240,7 +240,7 @@ fn check_dataset(
                 [] => "the dataset is not a list of sources".to_owned(),
                 known => format!("the sources of the {which} are {}", known.join(", ")),
             };
-            let detail = format!("there is no source '{}': {there_are}", shown(name));
+            let detail = format!("the dataset has no source '{}': {there_are}", shown(name));
             errors.push(FieldError::new(at("applies_to"), "unknown_source", detail));
         }
         // A reward that judges some sources needs its columns in those sources only.
@@ -462,7 +462,7 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec
         warn("/training/max_steps".to_owned(), "few_steps", detail);
     }
     if plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0) {
-        let detail = "dropout is on only in the training forward, so the ratio of the first update to the log-probs of sampling is not 1 (nor in TRL): the metric sampling/log_ratio_max shows the difference";
+        let detail = "dropout is on only in the forward pass of training, so the ratio of the first update to the log-probs of sampling is not 1 (nor in TRL): the metric sampling/log_ratio_max shows the difference";
         warn("/lora/dropout".to_owned(), "dropout_moves_the_ratio", detail.to_owned());
     }
     if plan.lora.is_some() && plan.optimizer.learning_rate <= 2e-6 {
@@ -596,7 +596,8 @@ fn modules_of(
         None => lora.target_modules = model.modules.iter().map(|name| (*name).to_owned()).collect(),
         Some(_) => {
             for name in lora.target_modules.iter().filter(|name| !model.modules.contains(&name.as_str())) {
-                let detail = format!("'{}' has no {name}; it has {}", model.id, model.modules.join(", "));
+                let detail =
+                    format!("the model '{}' has no module {name}; it has {}", model.id, model.modules.join(", "));
                 errors.push(FieldError::new("/lora/target_modules", "unknown_module", detail));
             }
         }

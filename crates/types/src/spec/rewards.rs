@@ -65,7 +65,7 @@ pub(super) fn read_rewards(field: &Field<'_>) -> (Vec<RewardPlan>, BTreeMap<Stri
         field.fail("required", "give at least one reward, such as {\"type\": \"length\"}");
     }
     if items.len() > MAX_REWARDS {
-        field.fail("out_of_range", format!("at most {MAX_REWARDS} rewards, not {}", items.len()));
+        field.fail("out_of_range", format!("a job may have at most {MAX_REWARDS} rewards, not {}", items.len()));
     }
     let mut names = BTreeSet::new();
     let mut all_read = true;
@@ -107,8 +107,10 @@ pub(super) fn read_reward_secrets(field: &Field<'_>) -> BTreeMap<String, RewardS
         let Some(reader) = of_reward.object() else { continue };
         secrets.insert(name.clone(), service::read_secrets(&reader));
         reader.finish(|key, _| {
-            let detail =
-                format!("'{}' is not a secret: known here are secret, previous_secret and headers", shown(key));
+            let detail = format!(
+                "the field '{}' is not a secret of a reward: known are secret, previous_secret and headers",
+                shown(key)
+            );
             Some(("unknown_field", detail))
         });
     }
@@ -138,7 +140,10 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     );
     let type_name = kind_field.value().and_then(|value| value.as_str()).unwrap_or_default();
     if UNIMPLEMENTED.contains(&type_name) {
-        kind_field.fail("unsupported", format!("'{type_name}' is not supported yet; a webhook can compute any reward"));
+        kind_field.fail(
+            "unsupported",
+            format!("the reward type '{type_name}' is not supported yet; a webhook can compute any reward"),
+        );
         return None;
     }
     let read = kind_field.choice(&KINDS)?;

@@ -71,7 +71,7 @@ pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
     let estimator = variant_name(rloo.estimator);
     if rloo.epsilon_high < rloo.epsilon {
         let detail = format!(
-            "{} is below epsilon {}: increases of the probability are clipped earlier than decreases, which lowers entropy; DAPO uses 0.28 with 0.2",
+            "epsilon_high {} is below epsilon {}: increases of the probability are clipped earlier than decreases, which lowers entropy; DAPO uses 0.28 with 0.2",
             rloo.epsilon_high, rloo.epsilon
         );
         warn("epsilon_high", "narrow_upper_clip", detail);

@@ -95,7 +95,7 @@ pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
         field.fail_at(
             name,
             "unknown_field",
-            format!("'{name}' is only for one of several sources: give the dataset as a list"),
+            format!("the field '{name}' is only for one of several sources: give the dataset as a list"),
         );
     }
     Some(source)

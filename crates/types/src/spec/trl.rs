@@ -120,7 +120,7 @@ fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
             Value::Object(config) => config.clone(),
             Value::Null => Map::new(),
             _ => {
-                fail(&config_pointer, "must be an RLOOConfig: an object");
+                fail(&config_pointer, "the configuration must be an RLOOConfig: an object");
                 Map::new()
             }
         };
@@ -223,7 +223,7 @@ fn read_adapter<'v>(
         }
         mark_flat_keys_read(keys);
         let Some(map) = value.as_object() else {
-            let detail = "must be a LoraConfig: {\"r\": 16, \"lora_alpha\": 32, \"target_modules\": \"all-linear\"}";
+            let detail = "the adapter's configuration must be a LoraConfig: {\"r\": 16, \"lora_alpha\": 32, \"target_modules\": \"all-linear\"}";
             findings.errors.borrow_mut().push(FieldError::new(pointer, "invalid_type", detail));
             return Value::Null;
         };
@@ -295,7 +295,7 @@ fn write_sibling_settings(keys: &Keys<'_>, siblings: &BTreeMap<&'static str, &Va
                 first.insert("dataset".to_owned(), json!({"id": id}));
                 keys.origin("/dataset/id", "dataset_name");
             }
-            None if train.is_some() => keys.ignore("dataset_name", "dataset says which rows are used"),
+            None if train.is_some() => keys.ignore("dataset_name", "the field 'dataset' says which rows are used"),
             None => keys.refuse("dataset_name", "datasets are not downloaded by name: upload the rows with POST /datasets and give dataset {\"id\": \"ds_…\"}"),
         }
     }
@@ -323,7 +323,9 @@ fn write_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String
     let mut rewards = rewards.cloned().or(self::rewards::named_rewards(keys, rewards.is_some()));
     if let Some(weights) = keys.value("reward_weights") {
         match (weights.as_array(), rewards.as_mut().map(Value::as_array_mut)) {
-            (None, _) => keys.fail("reward_weights", "invalid_type", "must be a list of numbers, one per reward"),
+            (None, _) => {
+                keys.fail("reward_weights", "invalid_type", "reward_weights must be a list of numbers, one per reward")
+            }
             (Some(weights), Some(Some(rewards))) if weights.len() != rewards.len() => {
                 let detail = format!(
                     "{} weights for {} rewards: give one weight per reward, in their order",
@@ -427,7 +429,7 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
             "do_sample" if value == json!(true) => {}
             "do_sample" => keys.refuse(&named, "greedy completions of a prompt are all equal, and every advantage is 0: remove this key"),
             "num_beams" | "num_return_sequences" if value == json!(1) => {}
-            "use_cache" | "cache_implementation" => keys.ignore(&named, "the worker manages its own cache"),
+            "use_cache" | "cache_implementation" => keys.ignore(&named, "the worker manages its own key-value cache"),
             _ => keys.refuse(
                 &named,
                 "sampling has temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens and stop_strings: remove this key",
@@ -535,7 +537,7 @@ fn report_remaining_keys(keys: &Keys<'_>) {
         } else if name.starts_with(VLLM_PREFIX) {
             match vllm_off {
                 true if is_off_value(value) => {}
-                true => keys.ignore(key, "without use_vllm it has no effect"),
+                true => keys.ignore(key, "without use_vllm this key has no effect"),
                 false => keys.refuse(
                     key,
                     "vLLM is not used: the worker samples with its own kernels, the same as in training; remove this key",
@@ -547,7 +549,7 @@ fn report_remaining_keys(keys: &Keys<'_>) {
                     key,
                     "the reference model does not change during a run: remove this key together with sync_ref_model",
                 ),
-                false => keys.ignore(key, "without sync_ref_model it has no effect"),
+                false => keys.ignore(key, "without sync_ref_model this key has no effect"),
             }
         } else {
             keys.refuse(key, unknown(name));
@@ -567,7 +569,9 @@ fn unknown(key: &str) -> String {
     let known =
         of_settings.chain(READ.iter().chain(&self::rewards::REWARD_FUNCS).chain(ignored).chain(refused).copied());
     match nearest(key, known) {
-        Some(meant) => format!("not a key of RLOOConfig (TRL 1.16): did you mean '{meant}'?"),
-        None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments around it: remove this key".to_owned(),
+        Some(meant) => format!("this is not a key of RLOOConfig (TRL 1.16): did you mean '{meant}'?"),
+        None => {
+            "this is not a key of RLOOConfig (TRL 1.16), nor of the arguments around it: remove this key".to_owned()
+        }
     }
 }

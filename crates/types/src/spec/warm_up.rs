@@ -89,7 +89,8 @@ fn read_rows(
     let given = map.is_some();
     match &mut dataset {
         Some(DatasetSource::Hub(hub)) if given && hub.map.is_some() => {
-            map_field.fail("conflict", "the dataset has its own map: give one of the two");
+            map_field
+                .fail("conflict", "the dataset has its own map, and warm_up.map is given too: give one of the two");
         }
         Some(DatasetSource::Hub(hub)) if given => hub.map = map.clone(),
         Some(DatasetSource::Mixed(_) | DatasetSource::Joined(..)) if given => {

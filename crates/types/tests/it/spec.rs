@@ -343,7 +343,7 @@ fn a_webhook_s_address_and_secret_are_checked() {
         reward
     };
     for (key, value, words) in [
-        ("url", json!("rm.example/score"), "absolute URL"),
+        ("url", json!("rm.example/score"), "not absolute"),
         ("url", json!("file:///etc/passwd"), "http or https"),
         ("url", json!("https://user:pw@rm.example/"), "credentials"),
         ("secret", json!("hunter2"), "whsec_"),

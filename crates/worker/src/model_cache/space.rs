@@ -42,7 +42,7 @@ pub enum CacheFull {
         free_bytes: u64,
     },
     /// The cache directory cannot be read or written.
-    #[error("the worker's cache cannot be used")]
+    #[error("the worker's model cache cannot be used")]
     Io(#[from] io::Error),
 }
 

@@ -90,7 +90,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     let progress = Progress::new(done, claim.plan.total_steps());
     let (events, delivery) = Events::start(worker.client.clone(), claim_ref, stop.clone());
     let attempt = Attempt { client: worker.client.clone(), claim_ref, stop: stop.clone(), progress, events };
-    attempt.events.log(format!("attempt {} begins on {} ({})", claim_ref.attempt, worker.device, worker.id));
+    attempt.events.log(format!("attempt {} of the job begins on {} ({})", claim_ref.attempt, worker.device, worker.id));
 
     let leave = {
         let (leaving, stop) = (worker.leaving.clone(), stop.clone());
@@ -124,7 +124,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
             return graders.wait_until_idle().await;
         }
         Err(RunEnd::Panicked) => {
-            attempt.events.log("the engine panicked; the worker restarts");
+            attempt.events.log("the training engine panicked; the worker restarts");
             let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, attempt.events.flush()).await;
             return Some(EXIT_PANIC);
         }
@@ -148,19 +148,19 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
         (Err(_), Ok(Err(ClientError::LeaseLost))) => return graders.wait_until_idle().await,
         (Err(_), ended) => {
             let error = match &ended {
-                Ok(Ok(())) => "the task that sends events ended".to_owned(),
+                Ok(Ok(())) => "the background task that sends the job's events ended".to_owned(),
                 Ok(Err(error)) => with_causes(error),
                 Err(error) => with_causes(error),
             };
-            tracing::error!(error, "the events of the run could not be delivered");
+            tracing::error!(error, "the events of the run could not be sent to the server");
             Outcome::Failed { failure: failure::events_refused(progress.get()) }
         }
     };
     let finish = Finish { attempt: claim_ref.attempt, outcome };
     match with_retries(|| client.finish(claim_ref, &finish), ClientError::is_transient).await {
-        Ok(()) => tracing::info!(job = %claim_ref.job, "the attempt has ended"),
+        Ok(()) => tracing::info!(job = %claim_ref.job, "the attempt of the job has ended"),
         Err(error) => {
-            tracing::warn!(job = %claim_ref.job, error = with_causes(&error), "the end of the attempt could not be reported")
+            tracing::warn!(job = %claim_ref.job, error = with_causes(&error), "the end of the attempt could not be reported to the server")
         }
     }
     graders.wait_until_idle().await
@@ -229,7 +229,7 @@ impl Attempt {
         let scratch = tempfile::Builder::new()
             .prefix("attempt-")
             .tempdir_in(&worker.scratch_dir)
-            .map_err(|source| ClientError::Disk { doing: "create a scratch directory", source })
+            .map_err(|source| ClientError::Disk { doing: "create a scratch directory for the job's files", source })
             .map_err(|error| failure::of_client(&error, position()))?;
         let prepared = tokio::select! {
             prepared = self.prepare(worker, &mut claim, &journal, scratch.path()) => prepared?,
@@ -243,8 +243,8 @@ impl Attempt {
             }
         }
         match claim.resume.as_ref() {
-            Some(resume) => self.events.log(format!("resumes after step {}", resume.step)),
-            None => self.events.log("starts from the beginning"),
+            Some(resume) => self.events.log(format!("the job resumes after step {}", resume.step)),
+            None => self.events.log("the job starts from the beginning"),
         }
         let host = JobHost {
             runtime: Handle::current(),
@@ -310,7 +310,7 @@ impl Attempt {
 
     /// Converts an error of the engine into the reason why the attempt ended.
     fn run_end(&self, error: EngineError) -> RunEnd {
-        tracing::warn!(error = with_causes(&error), "the engine ended with an error");
+        tracing::warn!(error = with_causes(&error), "the training engine ended with an error");
         match (error, self.stop.get()) {
             (error @ EngineError::Host(_), _) => RunEnd::Failed(error),
             // After a cancel or a lost claim the engine's error does not matter, because the work is discarded anyway.
@@ -441,7 +441,7 @@ impl EngineRun {
         match started {
             Ok(_) => receiver.await.unwrap_or(Err(RunEnd::Panicked)),
             Err(error) => {
-                tracing::error!(%error, "the engine's thread cannot be started");
+                tracing::error!(%error, "the thread of the training engine cannot be started");
                 Err(RunEnd::Panicked)
             }
         }

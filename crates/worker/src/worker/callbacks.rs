@@ -90,7 +90,10 @@ async fn fetch(client: Client, claim_ref: ClaimRef, stop: StopSignal, entries: w
                 });
             }
             Err(error) => {
-                tracing::warn!(error = with_causes(&error), "cannot fetch callback results");
+                tracing::warn!(
+                    error = with_causes(&error),
+                    "cannot fetch the late results of reward services from the server"
+                );
                 if matches!(error, ClientError::LeaseLost) || error.is_transient() {
                     stop.raise(StopReason::LeaseLost);
                 }

@@ -83,7 +83,7 @@ where
         tries += 1;
         match with_retries(&mut call, ClientError::is_transient).await {
             Err(ClientError::Damaged { name }) if tries < MAX_DAMAGED_ATTEMPTS => {
-                tracing::warn!(name, "the hash is wrong; downloading again");
+                tracing::warn!(name, "the downloaded file has a wrong hash; downloading it again");
             }
             other => return other,
         }
@@ -349,7 +349,7 @@ async fn answer(
     }
     let body = read_body(response, CALL_TIMEOUT).await.unwrap_or_default();
     let Problem { code, detail } = serde_json::from_slice(&body)
-        .unwrap_or_else(|_| Problem { code: String::new(), detail: "no reason given".to_owned() });
+        .unwrap_or_else(|_| Problem { code: String::new(), detail: "the server gave no reason".to_owned() });
     Err(match (status.as_u16(), code.as_str()) {
         (409, "lease_lost") => ClientError::LeaseLost,
         (409, "protocol_mismatch") => ClientError::OtherProtocol(detail),

@@ -21,7 +21,7 @@ pub enum ClientError {
         detail: String,
     },
     /// The server rejected the call, and a retry would not help.
-    #[error("the server rejected the call ({status} {code}): {detail}")]
+    #[error("the server rejected the worker's call ({status} {code}): {detail}")]
     Refused {
         /// HTTP status code of the response.
         status: u16,
@@ -31,7 +31,7 @@ pub enum ClientError {
         detail: String,
     },
     /// The server is overloaded or failing.
-    #[error("the server answered {0}")]
+    #[error("the server answered with status {0}")]
     Unavailable(u16),
     /// The server did not answer.
     #[error("the server cannot be reached")]

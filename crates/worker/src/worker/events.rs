@@ -31,7 +31,7 @@ pub(super) struct Events(mpsc::UnboundedSender<Message>);
 
 /// Error: events can no longer be sent, because the claim on the job is lost or the server rejects them.
 #[derive(Debug, thiserror::Error)]
-#[error("events can no longer be delivered")]
+#[error("the job's events can no longer be sent to the server")]
 pub(super) struct Undelivered;
 
 impl Events {

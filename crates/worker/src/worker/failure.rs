@@ -21,7 +21,13 @@ fn failure(class: FailureClass, code: &str, message: String, position: Position,
 
 /// The HTTP client for rewards could not be created.
 pub(super) fn no_reward_client(detail: &str, position: Position) -> Failure {
-    failure(FailureClass::Infra, "reward_client", format!("cannot call rewards: {detail}"), position, None)
+    failure(
+        FailureClass::Infra,
+        "reward_client",
+        format!("the worker cannot call reward services: {detail}"),
+        position,
+        None,
+    )
 }
 
 /// Failure for an error of the engine. Errors from rewards, events and checkpoints already contain their failure.
@@ -41,28 +47,32 @@ pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
         EngineError::Text(_) => ("text_invalid", Some("check the prompts, the tokenizer and the chat template")),
         EngineError::Adapter(_) => ("adapter_invalid", None),
         EngineError::Input(_) | EngineError::Trajectory(_) => ("invalid_input", None),
-        EngineError::Prompts(_) => ("prompts_invalid", Some("drop or shorten these prompts, then submit again")),
+        EngineError::Prompts(_) => {
+            ("prompts_invalid", Some("drop or shorten these prompts, then submit the job again"))
+        }
         EngineError::NonFinite { .. } | EngineError::Diverged { .. } => (
             "diverged",
             Some(
-                "lower optimizer.learning_rate or raise rloo.beta; the last checkpoint is from before, check the model if there is none",
+                "lower optimizer.learning_rate or raise rloo.beta; the last checkpoint is from before the failure; if there is none, check the model",
             ),
         ),
         EngineError::StateNotFinite { .. } => (
             "state_not_finite",
             Some(
-                "fork the job from its last checkpoint; bound its rewards (max_abs_reward, weight) where they are named, else lower optimizer.learning_rate",
+                "fork the job from its last checkpoint; if the message names its rewards, bound them (max_abs_reward, weight), else lower optimizer.learning_rate",
             ),
         ),
         EngineError::ModelNotFinite { .. } => (
             "model_not_finite",
-            Some("the model's files are damaged: download it again, register it, then submit again"),
+            Some("the model's files are damaged: download the model again, register it, then submit the job again"),
         ),
         EngineError::Alert { fix, .. } => ("alert_stop", Some(fix.as_str())),
-        EngineError::Checkpoint(_) => ("checkpoint_invalid", Some("resume from an older checkpoint, or submit again")),
+        EngineError::Checkpoint(_) => {
+            ("checkpoint_invalid", Some("resume the job from an older checkpoint, or submit it again"))
+        }
         EngineError::Host(_) => ("host", None),
         EngineError::Tensor(_) => {
-            ("tensor_error", Some("see the job's log; retry, with smaller batches if memory was short"))
+            ("tensor_error", Some("see the job's log, then retry the job, with smaller batches if memory was short"))
         }
         EngineError::OutOfMemory(_) => (
             "out_of_memory",
@@ -70,8 +80,12 @@ pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
                 "lower training.micro_batch_tokens, sampling.max_completion_length or rloo.num_generations, or use training.gradient_checkpointing",
             ),
         ),
-        EngineError::Device(_) => ("device_failed", Some("see the worker's log and the machine's; retry the job")),
-        EngineError::Io { .. } => ("file_error", Some("see the worker's log; check its disk, then retry")),
+        EngineError::Device(_) => {
+            ("device_failed", Some("see the logs of the worker and of its machine, then retry the job"))
+        }
+        EngineError::Io { .. } => {
+            ("file_error", Some("see the worker's log and check the worker's disk, then retry the job"))
+        }
     };
     let message = match &error {
         // The engine's error message is not used, because it contains a path on the worker.
@@ -107,7 +121,7 @@ pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
 /// Failure for a transfer that failed for [`MAX_OUTAGE`](super::client::OUTAGE), although the server answers other calls.
 pub(super) fn transfer_failed(error: &ClientError, position: Position) -> Failure {
     let message = format!(
-        "a transfer between worker and server failed for 15 minutes, while the server answers other calls: {}",
+        "a file transfer between worker and server failed for 15 minutes, while the server answers other calls: {}",
         with_causes(error)
     );
     let suggestion =
@@ -131,7 +145,7 @@ pub(super) fn events_refused(position: Position) -> Failure {
 /// Failure for a model that differs from the one the job was accepted with.
 pub(super) fn model_changed(position: Position) -> Failure {
     let message = "the model's files have changed since the job was accepted".to_owned();
-    let suggestion = "restore the files and retry the job, or register the model again and submit a new job";
+    let suggestion = "restore the model's files and retry the job, or register the model again and submit a new job";
     failure(FailureClass::User, "model_changed", message, position, Some(suggestion))
 }
 

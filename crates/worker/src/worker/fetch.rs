@@ -71,7 +71,7 @@ impl Attempt {
         dir: PathBuf,
     ) -> Result<Fetched<PathBuf>, Failure> {
         std::fs::create_dir(&dir)
-            .map_err(|source| ClientError::Disk { doing: "create a scratch directory", source })
+            .map_err(|source| ClientError::Disk { doing: "create a scratch directory for the job's files", source })
             .map_err(|error| failure::of_client(&error, self.progress.get()))?;
         for file in &point.files {
             let named = crate::protocol::check_file_name(&file.name).map_err(|error| ClientError::Refused {

@@ -110,7 +110,7 @@ impl JobHost {
                     tracing::warn!(
                         step = checkpoint.step,
                         error = with_causes(&error),
-                        "uploading the checkpoint again"
+                        "the server rejected the checkpoint; uploading it again"
                     );
                     tries += 1;
                 }

@@ -185,7 +185,7 @@ async fn deliver(
             _ = stop.wait_for(|stop| *stop == StopReason::LeaseLost) => Err(ClientError::LeaseLost),
         };
         if let Err(error) = sent {
-            tracing::warn!(error = with_causes(&error), "the journal failed");
+            tracing::warn!(error = with_causes(&error), "cannot send entries of the job's journal to the server");
             match &error {
                 ClientError::StorageFull { .. } => {
                     stop.raise(StopReason::Pause { reason: Some("disk_full".to_owned()) })

@@ -263,7 +263,7 @@ async fn is_in_place(model: ModelRef<'_>) -> Result<bool, ModelCardError> {
         Ok(modelcard::fingerprint_files(&dir, &modelcard::files_of(&dir)?)? == sha256)
     });
     let panicked = |error: tokio::task::JoinError| {
-        Err(ModelCardError { file: model.id.to_owned(), detail: format!("cannot be read: {error}") })
+        Err(ModelCardError { file: model.id.to_owned(), detail: format!("the model's files cannot be read: {error}") })
     };
     read.await.unwrap_or_else(panicked)
 }

@@ -45,7 +45,10 @@ impl Reports {
                     tokio::time::sleep(REPORT_INTERVAL).await;
                     // If a report cannot be sent, the next one contains its content.
                     if let Err(error) = sender.send().await {
-                        tracing::debug!(error = with_causes(&error), "sending the rewards' reports failed");
+                        tracing::debug!(
+                            error = with_causes(&error),
+                            "cannot send the reports about the rewards to the server"
+                        );
                     }
                 }
             }
@@ -56,7 +59,10 @@ impl Reports {
     /// Sends the final report, with retries.
     pub(super) async fn send_final(&self) {
         if let Err(error) = with_retries(|| self.sender.send(), ClientError::is_transient).await {
-            tracing::warn!(error = with_causes(&error), "sending the rewards' final reports failed");
+            tracing::warn!(
+                error = with_causes(&error),
+                "cannot send the final reports about the rewards to the server"
+            );
         }
     }
 }

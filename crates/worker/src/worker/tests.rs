@@ -80,7 +80,7 @@ impl Seen {
     }
 }
 
-#[expect(clippy::too_many_lines, reason = "one arm for each call of the worker protocol")]
+#[expect(clippy::too_many_lines, reason = "the match has one arm for each call of the worker protocol")]
 async fn answer(State(seen): State<Arc<Seen>>, request: Request) -> Response {
     if seen.away.load(Ordering::SeqCst) {
         return StatusCode::BAD_GATEWAY.into_response();

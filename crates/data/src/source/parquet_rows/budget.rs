@@ -23,7 +23,7 @@ pub enum TooLarge {
     Page { column: String, what: &'static str, bytes: u64, advice: &'static str },
     /// The columns of a row group together need too much memory.
     #[error(
-        "its columns need {bytes} bytes of memory at once, at most 224 MiB are used (the last of them: '{column}'): write the file with smaller pages, or leave columns out with map.drop or map.keep"
+        "the row group's columns need {bytes} bytes of memory at once, at most 224 MiB are used (the last of them: '{column}'): write the file with smaller pages, or leave columns out with map.drop or map.keep"
     )]
     Together { column: String, bytes: u64 },
 }

@@ -44,7 +44,7 @@ impl Header {
         })?;
         header.header_bytes = input.read;
         if header.unpacked_bytes < 0 || header.packed_bytes < 0 {
-            return Err(broken("the page's size is missing"));
+            return Err(broken("the size of the page is missing in the header"));
         }
         Ok(header)
     }
@@ -52,7 +52,9 @@ impl Header {
     /// Returns a required number of the page header.
     pub fn number(&self, field: usize) -> Result<u32, ParquetError> {
         let number = self.fields.get(field).copied().flatten();
-        number.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| broken("a required number is missing"))
+        number
+            .and_then(|number| u32::try_from(number).ok())
+            .ok_or_else(|| broken("a required number of the header is missing"))
     }
 
     /// Returns an optional boolean of the page header.
@@ -77,7 +79,7 @@ impl<R: Read> Input<R> {
     fn skip(&mut self, bytes: u64) -> Result<(), ParquetError> {
         let skipped = std::io::copy(&mut (&mut self.from).take(bytes), &mut std::io::sink())?;
         self.read += skipped;
-        if skipped == bytes { Ok(()) } else { Err(broken("the header is too long, or cut off")) }
+        if skipped == bytes { Ok(()) } else { Err(broken("the header of the page is too long, or cut off")) }
     }
 
     fn varint(&mut self) -> Result<u64, ParquetError> {
@@ -89,7 +91,7 @@ impl<R: Read> Input<R> {
                 return Ok(value);
             }
         }
-        Err(broken("a number has too many bytes"))
+        Err(broken("a number in the header has too many bytes"))
     }
 
     fn number(&mut self) -> Result<i64, ParquetError> {
@@ -143,7 +145,7 @@ impl<R: Read> Input<R> {
                 (0..count).try_for_each(|_| self.pass(byte & 0x0f, depth + 1))
             }
             12 => self.structure(depth + 1, &mut |_, _| {}),
-            _ => Err(broken("a field has an unknown type")),
+            _ => Err(broken("a field of the header has an unknown type")),
         }
     }
 }

@@ -81,7 +81,7 @@ impl RowGroupReader for Group<'_> {
     }
 
     fn get_row_iter(&self, _projection: Option<Type>) -> Result<RowIter<'_>, ParquetError> {
-        Err(ParquetError::NYI("only the record reader is supported".to_owned()))
+        Err(ParquetError::NYI("parquet files are read by column pages, not by rows".to_owned()))
     }
 }
 
@@ -302,7 +302,7 @@ fn encoding(number: u32) -> Result<Encoding, ParquetError> {
         0 => Encoding::PLAIN,
         2 => Encoding::PLAIN_DICTIONARY,
         3 => Encoding::RLE,
-        #[expect(deprecated, reason = "old files have levels in it")]
+        #[expect(deprecated, reason = "old Parquet files have levels in the encoding BIT_PACKED")]
         4 => Encoding::BIT_PACKED,
         5 => Encoding::DELTA_BINARY_PACKED,
         6 => Encoding::DELTA_LENGTH_BYTE_ARRAY,

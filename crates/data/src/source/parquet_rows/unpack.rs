@@ -72,15 +72,15 @@ fn hadoop(mut packed: &[u8], to: &mut [u8]) -> Result<usize, ParquetError> {
     while let Some((sizes, rest)) = packed.split_first_chunk::<8>() {
         let [a, b, c, d, e, f, g, h] = *sizes;
         let (unpacked, size) = (u32::from_be_bytes([a, b, c, d]) as usize, u32::from_be_bytes([e, f, g, h]) as usize);
-        let block = rest.get(..size).ok_or_else(|| broken("an LZ4 block is cut off"))?;
-        let into = to.get_mut(done..done + unpacked).ok_or_else(|| broken("an LZ4 block is too long"))?;
+        let block = rest.get(..size).ok_or_else(|| broken("a compressed LZ4 block is cut off"))?;
+        let into = to.get_mut(done..done + unpacked).ok_or_else(|| broken("a compressed LZ4 block is too long"))?;
         if lz4_flex::block::decompress_into(block, into).map_err(broken)? != unpacked {
-            return Err(broken("an LZ4 block has another size than its frame says"));
+            return Err(broken("a compressed LZ4 block has another size than its frame says"));
         }
         done += unpacked;
         packed = rest.get(size..).unwrap_or_default();
     }
-    if packed.is_empty() { Ok(done) } else { Err(broken("an LZ4 block is cut off")) }
+    if packed.is_empty() { Ok(done) } else { Err(broken("a compressed LZ4 block is cut off")) }
 }
 
 fn broken(what: impl std::fmt::Display) -> ParquetError {

@@ -5,7 +5,6 @@ use std::ops::Range;
 use super::{AdapterPass, AdapterShape, Cpu, Matrix, Weight, rows};
 use crate::backend::{AdapterBackward, AdapterBlock, FullSlot, LinearBackward, Mask};
 use crate::kernels::gemm::{self, Factors, Linear, Lora, LoraBackward, Output, Rows, Term};
-use crate::kernels::isa::Isa;
 use crate::kernels::pack::{PackDtype, PackedMatrix};
 
 /// LoRA factors of a fused weight: A stacked, B block-diagonal.
@@ -36,8 +35,8 @@ impl Adapter {
                 }
             }
         }
-        // AMX tiles multiply bf16 only with bf16.
-        let dtype = if cpu.isa == Isa::Amx { cpu.dtype } else { PackDtype::F32 };
+        // AMX and AVX512-BF16, which round inputs, multiply bf16 only with bf16.
+        let dtype = if cpu.isa.rounds_inputs() { cpu.dtype } else { PackDtype::F32 };
         let pack = |values: &[f32], inputs| PackedMatrix::new_on(&cpu.threads, values, inputs, dtype);
         let transposed = |block: &AdapterBlock| {
             let (outputs, r, b) = (block.outputs.len(), block.r, shape.b(parameters, block));

@@ -93,7 +93,9 @@ impl Compute for Cuda {
     }
 
     fn concat_rows(&self, parts: &[&Tensor]) -> Result<Tensor> {
-        let Some(first) = parts.first() else { return Err(EngineError::Input("nothing to stack".to_owned())) };
+        let Some(first) = parts.first() else {
+            return Err(EngineError::Input("there are no tensors to stack".to_owned()));
+        };
         let count = parts.iter().map(|part| part.count()).sum();
         let out = Tensor::new(&self.device, count, first.width(), first.dtype())?;
         let mut begin = 0;
@@ -107,23 +109,23 @@ impl Compute for Cuda {
 
     // These operations have no kernel; the loader rejects models that need them.
     fn scaled(&self, _: &Tensor, _: f32) -> Result<Tensor> {
-        Err(no_kernel("a tensor times a number"))
+        Err(no_kernel("the product of a tensor and a number"))
     }
 
     fn rows_scaled(&self, _: &Tensor, _: Range<usize>, _: &[f32]) -> Result<Tensor> {
-        Err(no_kernel("rows times their factors"))
+        Err(no_kernel("the product of each row of a tensor and its factor"))
     }
 
     fn sum(&self, _: &Tensor, _: &Tensor) -> Result<Tensor> {
-        Err(no_kernel("a sum of tensors"))
+        Err(no_kernel("the sum of two tensors"))
     }
 
     fn columns(&self, _: &Tensor, _: Range<usize>) -> Result<Tensor> {
-        Err(no_kernel("some columns of a tensor"))
+        Err(no_kernel("a copy of some columns of a tensor"))
     }
 
     fn concat_columns(&self, _: &[&Tensor]) -> Result<Tensor> {
-        Err(no_kernel("tensors side by side"))
+        Err(no_kernel("joining tensors side by side"))
     }
 
     fn rms_norm(&self, x: &Tensor, weight: &Vector, eps: f32) -> Result<Tensor> {

@@ -62,7 +62,7 @@ impl Cache {
 
     /// Returns the buffer with the current step's token ids.
     pub(super) fn tokens(&self) -> Result<&Buffer> {
-        self.tokens.as_ref().ok_or_else(|| EngineError::Input("no generation step is in progress".to_owned()))
+        self.tokens.as_ref().ok_or_else(|| EngineError::Input("no step of generating tokens is in progress".to_owned()))
     }
 
     pub(super) fn close(&mut self) {
@@ -104,7 +104,7 @@ impl PendingChoice {
         let mut landing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let chosen = match std::mem::replace(&mut *landing, Landing::Begun) {
             Landing::Begun => {
-                return Err(EngineError::Input("the choice of next tokens has not finished".to_owned()));
+                return Err(EngineError::Input("the GPU has not finished choosing the next tokens".to_owned()));
             }
             Landing::Coming { words, rows } => head::chosen_of(&words.wait()?, rows),
             Landing::There(chosen) => chosen,
@@ -143,7 +143,10 @@ impl Cuda {
             }
             Tokens::Chosen(_) if cache.chosen == rows => {}
             Tokens::Chosen(_) => {
-                return Err(EngineError::Input(format!("{} tokens were chosen, not {rows}", cache.chosen)));
+                return Err(EngineError::Input(format!(
+                    "{} next tokens were chosen for {rows} sequences",
+                    cache.chosen
+                )));
             }
         }
         let positions: Vec<usize> =

@@ -33,7 +33,7 @@ impl<'a> Matrix<'a> {
         let inside = bytes.is_some_and(|bytes| bytes as u64 <= buffer.bytes());
         if !inside || stride < columns || [rows, columns, stride].iter().any(|&n| n > i32::MAX as usize) {
             return Err(CudaError::Input(format!(
-                "{what}: {rows} x {columns} elements {stride} apart from {at} on are not in a buffer of {} bytes",
+                "{what}: {rows} rows of {columns} elements, {stride} apart, from index {at} on do not fit into a buffer of {} bytes",
                 buffer.bytes()
             )));
         }
@@ -69,19 +69,19 @@ impl Gemm<'_> {
         let (inner_b, columns) = if transpose_b { (b.columns, b.rows) } else { (b.rows, b.columns) };
         if (inner, rows, columns) != (inner_b, c.rows, c.columns) {
             return Err(CudaError::Input(format!(
-                "a product of {rows} x {inner} and {inner_b} x {columns} does not give {} x {}",
+                "a matrix product of {rows} x {inner} and {inner_b} x {columns} does not give {} x {}",
                 c.rows, c.columns
             )));
         }
         if a.dtype != b.dtype || (a.dtype == DType::F32 && c.dtype != DType::F32) {
             return Err(CudaError::Input(format!(
-                "cuBLAS has no product of {:?} and {:?} into {:?}",
+                "cuBLAS has no matrix product of {:?} and {:?} into {:?}",
                 a.dtype, b.dtype, c.dtype
             )));
         }
         let product = Product {
-            a: a.check("a product's first matrix")?,
-            b: b.check("a product's second matrix")?,
+            a: a.check("the first matrix of a product")?,
+            b: b.check("the second matrix of a product")?,
             c: c.check("a product's result")?,
             rows,
             columns,
@@ -100,7 +100,7 @@ impl Gemm<'_> {
             return Ok(None);
         }
         if inner == 0 {
-            return Err(CudaError::Input("a product whose operands have no elements".to_owned()));
+            return Err(CudaError::Input("a matrix product whose operands have no elements".to_owned()));
         }
         Ok(Some(product))
     }

@@ -46,7 +46,7 @@ impl Op {
             Op::Born { at, block, bytes } => driver.buffer_made(at, block, bytes),
             Op::Dropped { at, block, bytes } => driver.buffer_dropped(at, block, bytes),
             Op::Launch { .. } | Op::Upload { .. } => {
-                Err(CudaError::Failed("an operation was executed without its parameter or bytes".to_owned()))
+                Err(CudaError::Failed("a GPU operation was executed without its parameter or bytes".to_owned()))
             }
         }
     }
@@ -102,7 +102,7 @@ impl List {
             }
             Op::Upload { to, bytes, at } => match staging {
                 Some(staging) => driver.upload_staged(to, staging, at as usize, bytes as usize),
-                None => Err(CudaError::Failed("an upload has no staging memory".to_owned())),
+                None => Err(CudaError::Failed("an upload to the GPU has no staging memory".to_owned())),
             },
             ref simple => simple.execute(driver),
         })

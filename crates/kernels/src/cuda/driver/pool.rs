@@ -179,7 +179,7 @@ impl Pool {
             Some(start) => start,
             None => {
                 self.grow(block, source)?;
-                self.arena(block).take(block).expect("a segment that holds the block was just added")
+                self.arena(block).take(block).expect("the memory pool has just added a segment that holds the block")
             }
         };
         self.count(block);

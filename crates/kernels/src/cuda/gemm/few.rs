@@ -26,7 +26,9 @@ pub(super) fn is_few(product: &Product<'_>, out: Rows<'_>) -> bool {
 pub(super) fn few(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Result<()> {
     let k = product.a.width;
     let (blocks, warps) = (out.width.div_ceil(COLUMNS), k.div_ceil(STEP * STEPS).clamp(1, MOST_WARPS));
-    check(blocks < 1 << 31, || format!("a product of {} columns needs more blocks than a grid can have", out.width))?;
+    check(blocks < 1 << 31, || {
+        format!("a matrix product of {} columns needs more blocks than a GPU grid can have", out.width)
+    })?;
     let kernel = match out.rows {
         ..=8 => out.dtype.of(["gemm_few_f32", "gemm_few_bf16"]),
         _ => out.dtype.of(["gemm_few_tall_f32", "gemm_few_tall_bf16"]),

@@ -79,7 +79,9 @@ impl Timer for EventPair {
     }
 
     fn seconds(&self) -> Result<f64, CudaError> {
-        let Some(to) = &self.to else { return Err(CudaError::Failed("the timer was not stopped".to_owned())) };
+        let Some(to) = &self.to else {
+            return Err(CudaError::Failed("the timer of GPU operations was not stopped".to_owned()));
+        };
         // SAFETY: both events belong to the same device.
         let milliseconds = driver_result("cuEventElapsedTime", unsafe {
             result::event::synchronize(to.0).and_then(|()| result::event::elapsed(self.from.0, to.0))

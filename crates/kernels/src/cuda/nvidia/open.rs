@@ -37,10 +37,10 @@ const OLDEST_DRIVER: c_int = {
 fn unavailable<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result<T, CudaError> {
     outcome.map_err(|error| match error.0 {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-            CudaError::Unavailable(format!("{what}: its memory is full, other processes use it"))
+            CudaError::Unavailable(format!("{what}: the GPU's memory is full, other processes use it"))
         }
         CUresult::CUDA_ERROR_NO_DEVICE => {
-            CudaError::Unavailable(format!("{what}: it sees no GPU (does CUDA_VISIBLE_DEVICES hide them?)"))
+            CudaError::Unavailable(format!("{what}: the driver sees no GPU (does CUDA_VISIBLE_DEVICES hide them?)"))
         }
         _ => CudaError::Unavailable(format!("{what}: {error}")),
     })

@@ -52,7 +52,7 @@ impl Dialect for HfTextClassification {
         let labels = predictions.first().and_then(Value::as_array).map_or(0, Vec::len);
         let found = predictions.iter().map(|labels| label_score(labels, self.plan.label.as_deref())).collect();
         let mut answer = Answer::of(found);
-        detect_softmax(&mut answer, labels, "this server ignores the request's function_to_apply");
+        detect_softmax(&mut answer, labels, "the reward server ignores function_to_apply in the request");
         Ok(answer)
     }
 

@@ -96,7 +96,7 @@ impl Dialect for HttpTemplate {
         check_length(entries.len(), samples.len())?;
         let reward = |entry: &Value| match entry.pointer(after) {
             Some(value) => number(value),
-            None => Found::Invalid(format!("the answer's entry has no value at the JSON pointer '{after}'")),
+            None => Found::Invalid(format!("an entry of the answer has no value at the JSON pointer '{after}'")),
         };
         Ok(Answer::of(entries.iter().map(reward).collect()))
     }

@@ -43,10 +43,12 @@ impl OpenaiJudge {
         let none = |code: &str, message: String| SampleError { code: code.to_owned(), message };
         let message = choice.get("message").unwrap_or(&Value::Null);
         if let Some(refusal) = message.get("refusal").and_then(Value::as_str) {
-            return Err(none("judge_refused", format!("the judge refused: {}", cut(refusal, 200))));
+            return Err(none("judge_refused", format!("the judge refused to answer: {}", cut(refusal, 200))));
         }
         match choice.get("finish_reason").and_then(Value::as_str) {
-            Some("content_filter") => return Err(none("judge_refused", "the judge's answer was filtered".to_owned())),
+            Some("content_filter") => {
+                return Err(none("judge_refused", "the judge's answer was removed by a content filter".to_owned()));
+            }
             Some("length") => {
                 let limit = self.plan.max_completion_tokens;
                 return Err(none(

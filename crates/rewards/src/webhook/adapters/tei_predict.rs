@@ -48,7 +48,7 @@ impl Dialect for TeiPredict {
         let labels = predictions.first().and_then(Value::as_array).map_or(0, Vec::len);
         let mut answer =
             Answer::of(predictions.iter().map(|labels| label_score(labels, self.plan.label.as_deref())).collect());
-        detect_softmax(&mut answer, labels, "this server ignores the request's raw_scores");
+        detect_softmax(&mut answer, labels, "the reward server ignores raw_scores in the request");
         Ok(answer)
     }
 

@@ -72,7 +72,7 @@ pub(super) fn numbered(values: &Value, label: Option<usize>) -> Found {
     match (chosen, label) {
         (Some(value), _) => number(value),
         (None, Some(label)) => {
-            Found::Invalid(format!("label {label} not found; the number of labels is {}", values.len()))
+            Found::Invalid(format!("the answer has no label number {label}; it has {} labels", values.len()))
         }
         (None, None) => Found::Invalid(format!(
             "the model has {} labels; set 'label' to the number (from 0) of the reward",

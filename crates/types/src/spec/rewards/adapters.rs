@@ -74,7 +74,7 @@ pub(super) fn read_hf_text_classification(reader: &Reader<'_>) -> RewardKind {
 fn read_numbered(reader: &Reader<'_>) -> LabelPlan {
     let plan = read_label_plan(reader, "/classify");
     if plan.label.as_ref().is_some_and(|label| label.parse::<usize>().is_err()) {
-        let detail = "must be the label's number, from 0: the server names only the most likely one";
+        let detail = "the label must be given by its number, from 0: the server names only the most likely label";
         reader.field("label").fail("invalid_value", detail);
     }
     plan
@@ -126,7 +126,7 @@ pub(super) fn read_openai_judge(reader: &Reader<'_>) -> RewardKind {
         extra_body: read_extra(reader),
     };
     if plan.min_score >= plan.max_score {
-        let detail = format!("must be greater than min_score ({}), not {}", plan.min_score, plan.max_score);
+        let detail = format!("max_score must be greater than min_score ({}), not {}", plan.min_score, plan.max_score);
         reader.field("max_score").fail("out_of_range", detail);
     }
     RewardKind::OpenaiJudge(plan)
@@ -152,7 +152,7 @@ pub(super) fn read_http_template(reader: &Reader<'_>) -> RewardKind {
             if batch {
                 "with batch the pointer has one '*' in the place of the sample's number: \"/data/*/score\", or \"/*\""
             } else {
-                "'*' is for batch: true"
+                "the pointer may have '*' only with batch: true"
             },
         );
     }

@@ -100,7 +100,7 @@ fn read_regex(reader: &Reader<'_>) -> RewardKind {
         let reason = text.lines().last().unwrap_or("the pattern cannot be parsed").trim_start_matches("error: ");
         field.fail(
             "invalid_value",
-            format!("not a regular expression in Rust's syntax (no look-around, no back-references): {reason}"),
+            format!("the pattern is not a regular expression in Rust's syntax (no look-around, no back-references): {reason}"),
         );
     }
     RewardKind::Regex(RegexPlan { pattern: pattern.to_owned() })
@@ -124,7 +124,7 @@ fn read_text_similarity(reader: &Reader<'_>) -> RewardKind {
         Some(other @ ("meteor" | "cosine")) => {
             metric.fail(
                 "unsupported",
-                format!("'{other}' needs word lists or an embedding model: a webhook can compute it"),
+                format!("the measure '{other}' needs word lists or an embedding model: a webhook can compute it"),
             );
             None
         }
@@ -161,7 +161,7 @@ fn read_json_schema(reader: &Reader<'_>) -> RewardKind {
     }
     if let Some(value) = schema.value() {
         if !(value.is_object() || value.is_boolean()) {
-            schema.fail("invalid_type", "must be a JSON Schema: an object, or true or false");
+            schema.fail("invalid_type", "the schema must be a JSON Schema: an object, or true or false");
         } else if let Err(error) = JsonSchema::new(value) {
             schema.fail("invalid_value", error);
         }
@@ -189,7 +189,7 @@ fn read_soft_overlong(reader: &Reader<'_>) -> RewardKind {
         cache_tokens: cache.whole(1..=10_000_000).unwrap_or(1),
     };
     if plan.cache_tokens > plan.max_tokens {
-        cache.fail("out_of_range", format!("must be at most max_tokens ({})", plan.max_tokens));
+        cache.fail("out_of_range", format!("cache_tokens must be at most max_tokens ({})", plan.max_tokens));
     }
     RewardKind::SoftOverlong(plan)
 }
@@ -215,7 +215,7 @@ fn read_format(reader: &Reader<'_>) -> RewardKind {
         field.fail("required", "give at least one tag");
     }
     if tags.len() > 16 {
-        field.fail("out_of_range", "at most 16 tags");
+        field.fail("out_of_range", "a reward may have at most 16 tags");
     }
     RewardKind::Format(FormatPlan {
         tags,
@@ -232,7 +232,7 @@ fn read_multi(reader: &Reader<'_>) -> RewardKind {
     let given = field.object();
     let names: Vec<&String> = field.map().map(|map| map.keys().collect()).unwrap_or_default();
     if names.len() > MAX_GRADERS {
-        field.fail("out_of_range", format!("at most {MAX_GRADERS} graders"));
+        field.fail("out_of_range", format!("a multi grader may have at most {MAX_GRADERS} graders"));
     }
     for name in names.into_iter().take(MAX_GRADERS) {
         if !Formula::is_name(name) {
@@ -256,7 +256,7 @@ fn read_multi(reader: &Reader<'_>) -> RewardKind {
             let known = field.map();
             for name in parsed.names() {
                 if !known.is_some_and(|known| known.contains_key(&name)) {
-                    formula.fail("invalid_value", format!("there is no grader '{name}'"));
+                    formula.fail("invalid_value", format!("the multi grader has no grader '{name}'"));
                 }
             }
         }

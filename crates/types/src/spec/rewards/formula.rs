@@ -54,7 +54,10 @@ impl Formula {
             Ok(expression) => Ok(Self { environment, expression, text: text.to_owned() }),
             Err(error) => {
                 let why = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
-                Err(format!("not a formula ({why}): available are + - * / ** ( ) and {}", FUNCTIONS.join(", ")))
+                Err(format!(
+                    "the text is not a formula ({why}): available are + - * / ** ( ) and {}",
+                    FUNCTIONS.join(", ")
+                ))
             }
         }
     }

@@ -70,7 +70,7 @@ fn compile(schema: &Value) -> Result<(Schemas, SchemaIndex), String> {
     let told = |error: boon::CompileError| {
         let text = format!("{error:#}");
         let first: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).take(3).collect();
-        format!("not a JSON Schema that can be used: {}", first.join(" ").replace(SCHEMA_ADDRESS, ""))
+        format!("the value is not a JSON Schema that can be used: {}", first.join(" ").replace(SCHEMA_ADDRESS, ""))
     };
     compiler.add_resource(SCHEMA_ADDRESS, schema.clone()).map_err(told)?;
     compiler.compile(SCHEMA_ADDRESS, &mut schemas).map_err(told)?;
@@ -83,7 +83,9 @@ fn compile(schema: &Value) -> Result<(Schemas, SchemaIndex), String> {
 fn on_large_stack<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, String> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("json-schema".to_owned()).stack_size(STACK_BYTES);
-        let running = thread.spawn_scoped(scope, work).map_err(|error| format!("no thread can be started: {error}"))?;
+        let running = thread
+            .spawn_scoped(scope, work)
+            .map_err(|error| format!("no thread can be started to check the JSON Schema: {error}"))?;
         Ok(running.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })
 }
@@ -93,7 +95,7 @@ struct NoLoader;
 
 impl UrlLoader for NoLoader {
     fn load(&self, _: &str) -> Result<Value, Box<dyn std::error::Error>> {
-        Err("references to other documents are not followed".into())
+        Err("a schema's references to other documents are not followed".into())
     }
 }
 

@@ -29,7 +29,7 @@ fn read_file(field: &Field<'_>) -> String {
         );
         field.fail("invalid_value", detail);
     } else if !file.ends_with(".py") || file.contains('\0') {
-        field.fail("invalid_value", "must be the path of a Python file, which ends in .py");
+        field.fail("invalid_value", "the field 'file' must be the path of a Python file, which ends in .py");
     }
     file.to_owned()
 }
@@ -44,7 +44,7 @@ fn read_function(field: &Field<'_>) -> String {
     if !function.split('.').all(is_name) {
         field.fail(
             "invalid_value",
-            "must be the name of one function: letters, digits and '_', as in accuracy or Judge.score",
+            "the field 'function' must be the name of one function: letters, digits and '_', as in accuracy or Judge.score",
         );
     }
     function.to_owned()

@@ -93,7 +93,9 @@ pub(super) fn at_path(mut service: ServicePlan, path: &str) -> ServicePlan {
 fn read_url(field: &Field<'_>) -> String {
     let Some(text) = field.nonempty(2_000) else { return String::new() };
     let complaint = match url::Url::parse(text) {
-        Err(error) => Some(format!("not an absolute URL ({error}); it looks like https://rm.example/score")),
+        Err(error) => {
+            Some(format!("the url is not absolute ({error}); an absolute one looks like https://rm.example/score"))
+        }
         Ok(url) if !matches!(url.scheme(), "http" | "https") => {
             Some(format!("the scheme must be http or https, not '{}'", shown(url.scheme())))
         }
@@ -132,7 +134,7 @@ fn read_secret(field: &Field<'_>) -> Option<String> {
         if !fits {
             field.fail(
                 "invalid_value",
-                "must be 'whsec_' followed by 24 to 64 random bytes in base64 (the Standard Webhooks form)",
+                "a secret must be 'whsec_' followed by 24 to 64 random bytes in base64 (the Standard Webhooks form)",
             );
         }
         fits
@@ -146,7 +148,11 @@ pub(super) fn read_headers(field: &Field<'_>) -> Option<BTreeMap<String, String>
     for (name, value) in &headers {
         let is_token = |c: char| c.is_ascii_alphanumeric() || "!#$%&'*+-.^_`|~".contains(c);
         if name.is_empty() || !name.chars().all(is_token) {
-            field.fail_at(name, "invalid_value", "not a header name: letters, digits and '-' only");
+            field.fail_at(
+                name,
+                "invalid_value",
+                "the text is not a header name, which has letters, digits and '-' only",
+            );
         } else if RESERVED_HEADERS.contains(&name.to_ascii_lowercase().as_str()) {
             field.fail_at(name, "invalid_value", "this header is set by the reward contract itself");
         }

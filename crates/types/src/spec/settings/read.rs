@@ -20,7 +20,7 @@ impl Values {
     /// Panics if the table has no such setting, or one of another type. The tests in this folder read every table.
     pub(in crate::spec) fn get<T: DeserializeOwned>(&self, name: &str) -> T {
         let value = self.values.get(name).cloned().unwrap_or(Value::Null);
-        serde_json::from_value(value).expect("a row of the table has the type of its plan's field")
+        serde_json::from_value(value).expect("a row of the settings table has the type of its field in the plan")
     }
 
     /// Whether the setting was not given, or its value was rejected.
@@ -48,7 +48,7 @@ impl Values {
     /// # Panics
     /// Panics if a field of the plan is missing from the table or has another type. The tests in this folder read every table.
     pub(in crate::spec) fn into_plan<T: DeserializeOwned>(self) -> T {
-        self.into_section().expect("the table has a row of the right type for every field of its plan")
+        self.into_section().expect("the settings table has a row of the right type for every field of the plan")
     }
 }
 

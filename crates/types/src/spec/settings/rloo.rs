@@ -86,7 +86,10 @@ fn read_interval(field: &Field<'_>) -> Option<Value> {
     };
     let (low, high) = (low.number_in(Range::ANY)?, high.number_in(Range::ANY)?);
     if low >= high {
-        field.fail("invalid_value", format!("the first must be less than the second, not {low} and {high}"));
+        field.fail(
+            "invalid_value",
+            format!("the range's first number must be less than the second, not {low} and {high}"),
+        );
         return None;
     }
     Some(json!([low, high]))

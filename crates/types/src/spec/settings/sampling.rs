@@ -58,7 +58,10 @@ fn read_stop(field: &Field<'_>) -> Option<Value> {
     }
     let items = field.items()?;
     if items.len() > MAX_STOP_STRINGS {
-        field.fail("out_of_range", format!("at most {MAX_STOP_STRINGS} stop strings, not {}", items.len()));
+        field.fail(
+            "out_of_range",
+            format!("a job may have at most {MAX_STOP_STRINGS} stop strings, not {}", items.len()),
+        );
     }
     let mut stop = Vec::new();
     for item in items.iter().take(MAX_STOP_STRINGS) {

@@ -6,7 +6,7 @@
 
 use super::reading::Keys;
 
-/// Batches counted in prompts and optimizer steps.
+/// Batch sizes of a TRL config converted to this API: sizes in prompts, accumulation in optimizer steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Batches {
     /// Prompts per optimizer step.
@@ -44,7 +44,7 @@ pub(super) fn read_batches(keys: &Keys<'_>, evaluates: bool) -> Option<Batches> 
     }
     if let Some(whole) = whole.filter(|whole| whole % slice != 0) {
         let detail = format!(
-            "{whole} is not a multiple of per_device_train_batch_size · devices ({slice}): the nearest valid values are {}",
+            "the generation batch of {whole} completions is not a multiple of per_device_train_batch_size · devices ({slice}): the nearest valid values are {}",
             multiples_near(whole, slice)
         );
         keys.fail("generation_batch_size", "invalid_value", detail);
@@ -100,7 +100,7 @@ fn in_prompts(keys: &Keys<'_>, micro: Micro) -> Option<Batches> {
 fn read_generations(keys: &Keys<'_>) -> Option<u64> {
     let generations = keys.count("num_generations", 0)?;
     if generations < 2 {
-        let detail = "must be at least 2: the baseline of a completion is the mean reward of the other completions of its prompt";
+        let detail = "num_generations must be at least 2: the baseline of a completion is the mean reward of the other completions of its prompt";
         keys.fail("num_generations", "out_of_range", detail);
         return None;
     }

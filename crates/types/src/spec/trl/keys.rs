@@ -92,7 +92,10 @@ pub(super) const IGNORED: &[Entry] = &[
         ],
         reason: "a checkpoint always holds everything that a job needs to resume exactly",
     },
-    Entry { keys: &["do_train", "do_eval", "do_predict"], reason: "a job trains, and evaluates when it has eval" },
+    Entry {
+        keys: &["do_train", "do_eval", "do_predict"],
+        reason: "a job always trains, and it evaluates if it has the section eval",
+    },
     Entry {
         keys: &[
             "per_device_eval_batch_size",
@@ -113,7 +116,7 @@ pub(super) const IGNORED: &[Entry] = &[
             "group_by_length",
             "past_index",
         ],
-        reason: "RLOO does not use this key, in TRL either",
+        reason: "RLOO uses this key neither here nor in TRL",
     },
     Entry { keys: &["remove_unused_columns"], reason: "every column of the dataset is sent to the rewards" },
     Entry {
@@ -213,7 +216,7 @@ pub(super) const IGNORED: &[Entry] = &[
     },
     Entry {
         keys: &["bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"],
-        reason: "without load_in_4bit it has no effect",
+        reason: "without load_in_4bit this key has no effect",
     },
 ];
 
@@ -289,9 +292,13 @@ pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["lora_target_parameters", "lora_modules_to_save", "use_dora"],
         off: &[],
-        reason: "plain LoRA on the linear layers only: remove this key",
+        reason: "only plain LoRA on the linear layers is supported: remove this key",
     },
-    Refused { keys: &["lora_task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is CAUSAL_LM: remove this key" },
+    Refused {
+        keys: &["lora_task_type"],
+        off: &["\"CAUSAL_LM\""],
+        reason: "the task is always CAUSAL_LM: remove this key",
+    },
     Refused {
         keys: &["model_revision"],
         off: &["\"main\""],
@@ -310,7 +317,7 @@ pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["loss_type", "scale_rewards", "importance_sampling_level"],
         off: &[],
-        reason: "a key of GRPOConfig, not of RLOOConfig: use rloo.estimator and rloo.loss",
+        reason: "this is a key of GRPOConfig, not of RLOOConfig: use rloo.estimator and rloo.loss",
     },
 ];
 

@@ -21,7 +21,7 @@ const IGNORED: &[&str] = &[
     "ensure_weight_tying",
 ];
 
-const PLAIN_ONLY: &str = "plain LoRA on the linear layers only: remove this key";
+const PLAIN_ONLY: &str = "only plain LoRA on the linear layers is supported: remove this key";
 
 const REFUSED: &[Refused] = &[
     Refused {
@@ -34,7 +34,7 @@ const REFUSED: &[Refused] = &[
         off: &["true", "\"true\"", "\"kaiming\""],
         reason: "A starts uniform (Kaiming) and B at zero, as PEFT's default does: remove this key",
     },
-    Refused { keys: &["task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is CAUSAL_LM: remove this key" },
+    Refused { keys: &["task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is always CAUSAL_LM: remove this key" },
     Refused {
         keys: &["modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias"],
         off: &[],
@@ -73,7 +73,7 @@ pub(super) fn of_peft_config<'v>(
 ) -> (Map<String, Value>, Option<&'v str>) {
     let keys = Keys::new(map, pointer, findings);
     if let Some(kind) = keys.lowercase("peft_type").filter(|kind| kind != "lora") {
-        keys.refuse("peft_type", format!("'{}' is not supported: only LORA is", shown(&kind)));
+        keys.refuse("peft_type", format!("the adapter type '{}' is not supported: only LORA is", shown(&kind)));
     }
     let lora = adapter(&keys, Source::LoraConfig);
     let base = keys.value("base_model_name_or_path").and_then(Value::as_str);
@@ -88,7 +88,7 @@ pub(super) fn of_peft_config<'v>(
                 keys.ignore(key, "this key makes no difference here");
             }
         } else if !value.is_null() {
-            keys.refuse(key, "not a key of PEFT's LoraConfig that is known here: r, lora_alpha, lora_dropout, target_modules and use_rslora are");
+            keys.refuse(key, "this is not a key of PEFT's LoraConfig that is known here: r, lora_alpha, lora_dropout, target_modules and use_rslora are");
         }
     }
     (lora, base)

@@ -37,7 +37,7 @@ pub(super) fn named_rewards(keys: &Keys<'_>, given: bool) -> Option<Value> {
                 Some(name) => rewards.push(reward_of(keys, key, name, &mut of_trl)),
                 None => {
                     let detail = format!(
-                        "must name functions, such as \"my_lib.rewards.accuracy\", not {}",
+                        "reward_funcs must name functions, such as \"my_lib.rewards.accuracy\", not {}",
                         shown(&one.to_string())
                     );
                     keys.fail(key, "invalid_type", detail);

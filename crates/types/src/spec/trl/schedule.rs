@@ -60,7 +60,7 @@ pub(super) fn optimizer(keys: &Keys<'_>, length: &Length) -> Map<String, Value> 
         "constant" => ("constant", false),
         other => {
             let reason = format!(
-                "'{}' is not supported: use linear, cosine, constant or constant_with_warmup",
+                "the schedule '{}' is not supported: use linear, cosine, constant or constant_with_warmup",
                 crate::spec::reader::shown(other)
             );
             keys.refuse("lr_scheduler_type", reason);
@@ -113,7 +113,7 @@ fn optimizer_kind(keys: &Keys<'_>) -> &'static str {
         "adamw_8bit" | "adamw_bnb_8bit" | "paged_adamw_8bit" | "adamw_torch_8bit" => "adamw_8bit",
         other => {
             let reason = format!(
-                "'{}' is not supported: use adamw_torch (AdamW with moments in 32 bits) or adamw_8bit",
+                "the optimizer '{}' is not supported: use adamw_torch (AdamW with moments in 32 bits) or adamw_8bit",
                 crate::spec::reader::shown(other)
             );
             keys.refuse("optim", reason);
@@ -134,7 +134,11 @@ fn warmup_steps(keys: &Keys<'_>, length: &Length) -> Option<u64> {
     };
     match given {
         given if given < 0.0 || (key == "warmup_ratio" && given > 1.0) => {
-            keys.fail(key, "out_of_range", format!("must not be {given}: steps from 0, or a fraction of all steps"));
+            keys.fail(
+                key,
+                "out_of_range",
+                format!("the warm-up must not be {given}: give a number of steps from 0, or a fraction of all steps"),
+            );
             None
         }
         given if key == "warmup_steps" && given >= 1.0 => Some(given as u64),
@@ -196,7 +200,7 @@ pub(super) fn evaluation(
         other => {
             keys.refuse(
                 "eval_strategy",
-                format!("'{}' is not one of no, steps, epoch", crate::spec::reader::shown(other)),
+                format!("the value '{}' is not one of no, steps, epoch", crate::spec::reader::shown(other)),
             );
             None
         }
@@ -219,7 +223,7 @@ fn interval(keys: &Keys<'_>, key: &str, steps: f64, length: &Length) -> Option<u
         steps if steps >= 1.0 => Some(steps as u64),
         steps if steps > 0.0 => fraction(keys, key, steps, length).map(|steps| steps.max(1)),
         _ => {
-            keys.fail(key, "out_of_range", format!("must be greater than 0, not {steps}"));
+            keys.fail(key, "out_of_range", format!("the number of steps must be greater than 0, not {steps}"));
             None
         }
     }
@@ -253,7 +257,7 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
         other => {
             keys.refuse(
                 "save_strategy",
-                format!("'{}' is not one of no, steps, epoch, best", crate::spec::reader::shown(other)),
+                format!("the value '{}' is not one of no, steps, epoch, best", crate::spec::reader::shown(other)),
             );
             None
         }
@@ -283,7 +287,7 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
             keys.origin("/checkpoints/greater_is_better", "greater_is_better");
         }
     } else if greater.is_some() {
-        keys.ignore("greater_is_better", "without metric_for_best_model it has no effect");
+        keys.ignore("greater_is_better", "without metric_for_best_model this key has no effect");
     }
     checkpoints
 }

@@ -24,7 +24,9 @@ pub(super) struct Body {
 impl Queue {
     pub(in super::super) fn begin(&mut self, key: u64) -> Result<(), CudaError> {
         if !matches!(self.mode, Mode::Direct) {
-            return Err(CudaError::Input("a body must not run within another body".to_owned()));
+            return Err(CudaError::Input(
+                "a recorded sequence of GPU operations must not begin within another one".to_owned(),
+            ));
         }
         if !self.graphs || self.profile.is_some() {
             return Ok(());

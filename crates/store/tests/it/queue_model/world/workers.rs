@@ -22,7 +22,8 @@ impl World {
     pub(super) async fn register(&mut self, child: bool) -> Result<usize, String> {
         let id = WorkerId::new();
         let (device, version) = ("cpu".into(), "0".into());
-        let register = Register { worker: id, device, pid: 1, threads: 1, version, child, protocol: PROTOCOL };
+        let register =
+            Register { worker: id, device, pid: 1, threads: 1, version, child, protocol: PROTOCOL, kernels: None };
         let registered = self.store().worker_register(&register, self.server.wall).await;
         registered.map_err(|error| format!("register: {error}"))?;
         self.record(format!("{id} registers{}", if child { " as a child" } else { "" }));

@@ -154,7 +154,10 @@ impl Graph {
             let node = component[0];
             let targets: Vec<usize> = self.nodes[node].in_place().collect();
             if component.len() > 1 || targets.contains(&node) {
-                return Err(format!("the references at {} lead in a circle: no value has an end there", at(node)));
+                return Err(format!(
+                    "the schema's references at {} lead in a circle: checking a value would never end",
+                    at(node)
+                ));
             }
             let sum = targets.iter().fold(0_u64, |sum, target| sum.saturating_add(paths[*target]));
             paths[node] = sum.max(1);
