@@ -37,7 +37,7 @@ def messages(name):
     source = re.sub(r"^\s*//.*$", "", source, flags=re.M)
     for text in MESSAGE.findall(source):
         text = re.sub(r"\\\n\s*", "", text)
-        if re.search(r"^[,)]|\n|=>|class=|\$\{|\|\|", text) or (name.startswith("web/") and not re.match(r"[A-Z]|.*[.,:?]", text)):
+        if re.search(r"^[,)]|\n|=>|class=|\{%|\{\{ |tmm0|\$\{|\|\|", text) or (name.startswith("web/") and not re.match(r"[A-Z]|.*[.,:?]", text)):
             continue
         if len(re.findall(r"(?<!\S)[A-Za-z]{2,}", text)) >= 3 and not re.match(r"(SELECT|INSERT|UPDATE|DELETE|CREATE) ", text):
             yield text
