@@ -172,7 +172,7 @@ fn measure<T: DeserializeOwned>(
     // Why the last line of the measuring process is not valid JSON; before the first line, that the process printed nothing.
     let mut unreadable = Some("the measuring process printed nothing".to_owned());
     for line in child.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines()) {
-        let line = line.map_err(io("read the output of a measuring process"))?;
+        let line = line.map_err(io("read the output of the process that runs the benchmark"))?;
         unreadable = match serde_json::from_str(&line) {
             Ok(figures) => {
                 keep(report, figures);

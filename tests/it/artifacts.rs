@@ -301,7 +301,7 @@ async fn a_job_that_is_over_and_has_no_checkpoint_says_that_none_will_come() {
     for which in ["", "?which=last", "?which=best"] {
         let problem = server.get(&format!("/jobs/{job}/adapter{which}")).await.problem(404, "no_such_checkpoint");
         let detail = problem["detail"].as_str().unwrap();
-        assert!(problem["retryable"] == false && detail.contains("removed 36h after a job's end"), "{problem}");
+        assert!(problem["retryable"] == false && detail.contains("36h after a job's end"), "{problem}");
     }
     // A job that never had a checkpoint.
     let spec = server.get(&format!("/jobs/{job}/config")).await.text();

@@ -135,5 +135,5 @@ async fn a_server_is_ready_as_long_as_the_reserve_is_free_and_without_one_always
     assert_eq!(ready(free / 2).await.text, "ok\n");
     let low = ready(free.saturating_mul(2)).await;
     assert_eq!((low.status.as_u16(), &low.body["code"]), (503, &"not_ready".into()), "{}", low.text);
-    assert!(low.body["detail"].as_str().unwrap().contains(&format!("{} are needed", free * 2)), "{}", low.text);
+    assert!(low.body["detail"].as_str().unwrap().contains(&format!("{} are required", free * 2)), "{}", low.text);
 }

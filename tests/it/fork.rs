@@ -165,7 +165,7 @@ async fn forks_that_cannot_be_are_refused_with_what_to_do() {
     for (from_step, overrides, status, words) in [
         (7, json!({}), 404, &["available steps: 10, 5", "/from_step", "no_such_checkpoint"][..]),
         (11, json!({}), 404, &["available steps: 10, 5", "no_such_checkpoint"]),
-        (10, json!({"training": {"max_steps": 10}}), 422, &["/overrides/training/max_steps", "more than 10"]),
+        (10, json!({"training": {"max_steps": 10}}), 422, &["/overrides/training/max_steps", "above 10"]),
         (10, json!({"lora": {"r": 8}}), 422, &["/overrides/lora/r", "16"]),
         (10, json!({"lora": null}), 422, &["/overrides/lora", "adapter"]),
         (10, json!({"rloo": {"bita": 1}}), 422, &["/overrides/rloo/bita", "beta"]),

@@ -33,6 +33,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "sample",
     "spec",
     "storage",
+    "task",
     "verdict",
 ];
 

@@ -42,7 +42,7 @@ async fn a_key_has_fifty_streams_and_another_key_its_own() {
     assert_eq!(refused.headers()["content-type"], "application/problem+json");
     let problem: serde_json::Value = refused.json().await.unwrap();
     assert_eq!((&problem["code"], &problem["retryable"]), (&json!("too_many_requests"), &json!(true)));
-    assert!(problem["detail"].as_str().unwrap().contains("50 event streams"), "{problem}");
+    assert!(problem["detail"].as_str().unwrap().contains("50 open event streams"), "{problem}");
     // Other requests of the key, and streams of other keys, still work.
     let list = client().get(format!("{}/jobs", server.url)).bearer_auth(KEY).send().await.unwrap();
     assert_eq!(list.status(), 200);

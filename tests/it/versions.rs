@@ -57,7 +57,7 @@ async fn an_older_database_is_brought_up_to_date_by_a_server_or_a_first_key_and_
 
     for action in [&["list"][..], &["revoke", "key_01jd0000000000000000000000"]] {
         let refused = run(&[&["keys"][..], action, &["--data-dir", path(&data)]].concat());
-        assert!(!refused.status.success() && said(&refused).contains("of an older rlood"), "{}", said(&refused));
+        assert!(!refused.status.success() && said(&refused).contains("by an older rlood"), "{}", said(&refused));
     }
     let (_, text) = check(&data);
     assert!(line(&text, "database").contains("ok") && text.contains("the next start upgrades it"), "{text}");

@@ -135,7 +135,7 @@ function RowList({ id, first }) {
 function Row({ row }) {
   const { set, row: index, outcome, difference, prompt, base, trained } = row;
   return html`<article class="panel" aria-label=${`Row ${index}`}>
-    <h3>${set === "guard" ? "Guard dataset, row" : "Row"} ${index} <span class="dim small">${outcome}${difference !== null && `, ${signed(difference)}`}</span></h3>
+    <h3>${set === "guard" ? "Row of the guard dataset" : "Row"} ${index} <span class="dim small">${outcome}${difference !== null && `, ${signed(difference)}`}</span></h3>
     <${LongText} text=${prompt} label="Prompt" class="prompt" shown=${600} />
     <div class="beside">${[["Base model", base], ["Trained model", trained]].map(([title, answers]) => html`<div key=${title} class="completion panel">
       <h4>${title} <span class="dim small">reward ${number(answers.reward)}</span></h4>

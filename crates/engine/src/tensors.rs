@@ -221,7 +221,7 @@ mod tests {
         assert_eq!(reader.u8s("codes").expect("readable"), Some(vec![1, 2, 3]));
         assert_eq!((reader.f32s("codes").expect("readable"), reader.f32s("none").expect("readable")), (None, None));
         file.set_len(100).expect("cut");
-        assert!(Reader::open(&path).expect_err("cut").to_string().contains("header says"));
+        assert!(Reader::open(&path).expect_err("cut").to_string().contains("header claims"));
     }
 
     #[test]

@@ -154,8 +154,8 @@ unsafe fn one_panel<'a, 'j: 'a>(
 
 /// A naive implementation of `VDPBF16PS` for one lane, after Intel's manual, volume 2. The instruction adds the product of the
 /// second values first, then the product of the first values. It rounds each multiply-add once, to the nearest f32, ties to
-/// even, and replaces subnormal inputs, sums and results by zeros of the same sign. The bits of a NaN may differ from those of
-/// the instruction.
+/// even, and replaces subnormal inputs, sums and results by zeros of the same sign. The instruction may return a NaN
+/// with other bits than this function.
 #[cfg(all(test, target_os = "linux"))]
 fn naive(sum: f32, x: [half::bf16; 2], w: [half::bf16; 2]) -> f32 {
     let flush = |value: f32| if value.is_subnormal() { 0f32.copysign(value) } else { value };

@@ -69,8 +69,8 @@ impl Isa {
         Some("only x86-64 CPUs have AMX")
     }
 
-    /// Whether products with packs of bf16 round their inputs to bf16. The other instruction sets widen the weights to
-    /// f32 instead.
+    /// Whether products with packs of bf16 round their inputs to bf16. The other instruction sets
+    /// convert the weights to f32 instead.
     pub fn rounds_inputs(self) -> bool {
         matches!(self, Isa::Avx512Bf16 | Isa::Amx)
     }

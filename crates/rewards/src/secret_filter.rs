@@ -327,7 +327,7 @@ mod tests {
         ] {
             assert_eq!(clean(&found, answer_text), left);
         }
-        // Base64 of a token, alone and after other text: at most a few characters of the token may be left after redaction.
+        // The Base64 form of an access token, or of text such as `user:` followed by the token: redaction may leave a few characters of it.
         for lead in ["", "a", "me:", "Bearer ", "longer: "] {
             for engine in [STANDARD, URL_SAFE] {
                 let answer_text = engine.encode(format!("{lead}{token}"));

@@ -16,7 +16,7 @@ use crate::protocol::{CallbackUpdate, CallbackUpdates};
 /// Approximate maximum size of a page, in bytes; a single entry may be larger.
 const PAGE_BYTES: usize = 4 << 20;
 
-/// Result of storing a part of a reward service's late answer.
+/// Result of storing some scores that a reward service delivered after its first response, by callback.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Received {
     /// This part of the answer was stored.

@@ -155,7 +155,9 @@ mod tests {
     #[test]
     fn lengths_are_pairs_above_zero() {
         assert_eq!(parse("[[3, 4], [1, 1]]").unwrap(), [Lengths(3, 4), Lengths(1, 1)]);
-        for (text, part) in [("[]", "no request"), ("[[3, 0]]", "request 0"), ("[[3]]", "invalid"), ("{}", "invalid")] {
+        for (text, part) in
+            [("[]", "list of requests is empty"), ("[[3, 0]]", "request 0"), ("[[3]]", "invalid"), ("{}", "invalid")]
+        {
             let error = parse(text).unwrap_err();
             assert!(error.contains(part), "{text}: {error}");
         }

@@ -16,7 +16,7 @@ pub(super) fn parse_object<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Probl
         Some(b'n') => "null",
         Some(_) => "a number",
     };
-    // The whole body is parsed first, so that a syntax error is reported before the wrong type.
+    // The whole body is parsed first, so that a syntax error is reported before a value of the wrong type.
     parse_json::<serde::de::IgnoredAny>(bytes)?;
     let detail = format!("the body must be a JSON object, not {kind}");
     Err(Problem::new(Code::InvalidBody, detail.clone()).item("", "invalid", detail))

@@ -94,7 +94,7 @@ pub(super) async fn send_model_file(
     let row = state.store.model_files_get(&dir.to_string_lossy()).await?;
     let listed = row.and_then(|row| row.files.into_iter().find(|file| file.name == name));
     let Some(FileEntry { name, size_bytes, sha256 }) = listed else {
-        return Err(Problem::not_found("file in the list of the model", name));
+        return Err(Problem::not_found("file in this model's list of files", name));
     };
     send_file(&method, &headers, &Download { path: dir.join(&name), name, size_bytes, sha256 }).await
 }

@@ -74,7 +74,7 @@ async fn sources_of_a_list_and_a_file_of_the_command_line_are_uploaded() {
     user.write("broken.csv", "answer\n1\n");
     user.write("bad.json", with_dataset(json!("broken.csv")).to_string());
     let refused = user.run(&["submit", "bad.json"]);
-    refused.failed(2, "the server rejected broken.csv");
+    refused.failed(2, "the server rejected the dataset broken.csv");
     assert!(refused.err.contains("prompt"), "{refused:?}");
 }
 

@@ -24,11 +24,11 @@ pub struct Metrics {
     #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
     pub keys: Vec<String>,
 
-    /// First step to print.
+    /// First training step to print.
     #[arg(long, value_name = "STEP")]
     pub min_step: Option<u64>,
 
-    /// Last step to print.
+    /// Last training step to print.
     #[arg(long, value_name = "STEP")]
     pub max_step: Option<u64>,
 

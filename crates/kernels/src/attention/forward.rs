@@ -43,7 +43,7 @@ pub struct Batch<'a, 'b> {
 struct Scratch {
     /// Softmax probabilities of a tile of queries and a chunk of positions, `[query][position]`.
     probabilities: Floats,
-    /// Attention outputs before the normalization, `[query][padded]`.
+    /// Weighted sums of the values before division by the softmax sum, `[query][padded head dimension]`.
     outputs: Floats,
     /// Sums of the softmax, one per vector lane: `[query][16]`.
     sums: Floats,

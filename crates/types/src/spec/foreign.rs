@@ -85,7 +85,11 @@ const KEYS: &[Entry] = &[
         FOREIGN,
         "RLOO has no entropy bonus; raise sampling.temperature or rloo.beta against collapse. Remove this key",
     ),
-    (&["missing_eos_penalty"], FOREIGN, "use rloo.mask_truncated_completions, or a reward on the length"),
+    (
+        &["missing_eos_penalty"],
+        FOREIGN,
+        "completions without an end-of-sequence token get no penalty here; set rloo.mask_truncated_completions or add a length reward. Remove this key",
+    ),
     (&["response_length", "max_new_tokens", "max_tokens", "max_length"], FOREIGN, "use sampling.max_completion_length"),
     (
         &["max_prompt_length"],
