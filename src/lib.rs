@@ -43,7 +43,7 @@ pub use rlood_store::files;
 pub use rlood_templates as jinja;
 pub use rlood_types::{
     access, callback, causes, dataset, digest, doctor, event, export, failpoint, generation, id, job, json, lifecycle,
-    one_shot, outgoing, probe, protocol, sample, spec, storage, verdict,
+    one_shot, outgoing, probe, protocol, sample, spec, storage, task, verdict,
 };
 pub use rlood_worker::{exporter, generator, judge, prober, reward_model, worker};
 

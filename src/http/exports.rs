@@ -20,11 +20,11 @@ use super::extract::{HashedJson, Json, Path};
 use super::idempotency::{Answer, identity, once};
 use super::list::{List, Time};
 use super::rows::check_disk;
-use super::tasks::{StateWord, TaskProgress};
 use crate::export::{ExportDtype, ExportError, ExportFormat, ExportRequest, ExportResult, Survived};
 use crate::id::{CheckpointId, ExportId, JobId};
 use crate::protocol::FileEntry;
-use crate::store::{NewTask, TaskKind, TaskRow, TaskState, clock_ms};
+use crate::store::{NewTask, TaskKind, TaskRow, clock_ms};
+use crate::task::{TaskProgress, TaskState};
 
 pub(crate) use exporting::run;
 
@@ -54,7 +54,7 @@ pub struct Export {
     /// How the weights are stored; null until that is known, where it was not asked for.
     dtype: Option<ExportDtype>,
     /// Current state.
-    state: StateWord,
+    state: TaskState,
     /// How far it is, in weights.
     progress: TaskProgress,
     /// Bytes of all files; null before the end.
@@ -95,7 +95,7 @@ impl Export {
             step: row.step,
             format: request.format,
             dtype,
-            state: row.state.into(),
+            state: row.state,
             progress: TaskProgress { done: row.done, total: row.total },
             size_bytes: (row.state == TaskState::Succeeded).then(|| files.iter().map(|file| file.size_bytes).sum()),
             files,

@@ -23,6 +23,7 @@ use super::idempotency::{Answer, identity, once};
 use super::list::{self, List, Time};
 use crate::doctor::PhaseChange;
 use crate::event::Phase;
+use crate::files::DataDir;
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State as JobState};
 use crate::spec::format::{Format, write_job};
@@ -369,9 +370,12 @@ async fn read_renewed(
     (status = 204, description = "It is gone"), (status = 404, description = "No such job", body = ProblemBody),
     (status = 409, description = "It is not over", body = ProblemBody)))]
 async fn delete_job(State(state): State<AppState>, Path(id): Path<JobId>) -> Result<StatusCode, Problem> {
-    state.store.job_delete(id).await?;
-    let files = state.files.clone();
-    tokio::task::spawn_blocking(move || files.job_remove(id)).await.map_err(Problem::internal)??;
+    let exports = state.store.job_delete(id).await?;
+    let remove = move |files: &DataDir| {
+        exports.iter().try_for_each(|export| files.export_remove(export))?;
+        files.job_remove(id)
+    };
+    state.files.in_background(remove).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

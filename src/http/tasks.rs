@@ -3,55 +3,15 @@
 use std::future::Future;
 use std::time::Duration;
 
-use serde::Serialize;
-use utoipa::ToSchema;
-
 use super::AppState;
 use crate::causes::with_causes;
-use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, TaskState, clock_ms};
+use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, clock_ms};
+use crate::task::TaskState;
 
 /// How long to wait after the database failed.
 const PAUSE: Duration = Duration::from_secs(5);
 /// How often a task under way is looked at, though nothing said that it changed.
 const LOOK: Duration = Duration::from_secs(10);
-
-/// The state of a verdict or an export.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-#[schema(as = TaskState)]
-pub(super) enum StateWord {
-    /// Waits for its turn.
-    Queued,
-    /// Under way.
-    Running,
-    /// Done.
-    Succeeded,
-    /// Ended by an error.
-    Failed,
-    /// Ended by a user.
-    Cancelled,
-}
-
-impl From<TaskState> for StateWord {
-    fn from(state: TaskState) -> Self {
-        match state {
-            TaskState::Queued => StateWord::Queued,
-            TaskState::Running => StateWord::Running,
-            TaskState::Succeeded => StateWord::Succeeded,
-            TaskState::Failed => StateWord::Failed,
-            TaskState::Cancelled => StateWord::Cancelled,
-        }
-    }
-}
-
-/// How far a task is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
-pub(super) struct TaskProgress {
-    /// Parts done.
-    pub(super) done: u64,
-    /// Parts in all; 0 = not known yet.
-    pub(super) total: u64,
-}
 
 /// How the tasks of a kind are done.
 pub(super) trait Work: Send + Sync {

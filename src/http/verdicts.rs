@@ -20,10 +20,10 @@ use super::generate;
 use super::idempotency::{Answer, identity, once};
 use super::jobs::invalid;
 use super::list::{self, List, Time};
-use super::tasks::{StateWord, TaskProgress};
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::spec::{CheckpointChoice, VerdictDocument, VerdictSpec};
 use crate::store::{NewTask, TaskKind, TaskRow, clock_ms};
+use crate::task::{TaskProgress, TaskState};
 use crate::verdict::{
     RowOutcome, VerdictError, VerdictResult, VerdictRow, VerdictSampling, VerdictWord, usual_sampling,
 };
@@ -51,7 +51,7 @@ pub struct Verdict {
     /// The checkpoint's step.
     step: u64,
     /// Current state.
-    state: StateWord,
+    state: TaskState,
     /// How far it is.
     progress: TaskProgress,
     /// How both models are sampled.
@@ -76,7 +76,7 @@ impl Verdict {
             job_id: row.job,
             checkpoint_id: row.checkpoint,
             step: row.step,
-            state: row.state.into(),
+            state: row.state,
             progress: TaskProgress { done: row.done, total: row.total },
             sampling: serde_json::from_value(row.request).map_err(|_| read("request"))?,
             created_at: Time(row.created_at),
@@ -97,7 +97,7 @@ pub(super) struct VerdictSummary {
     /// The checkpoint's step.
     step: u64,
     /// Current state.
-    state: StateWord,
+    state: TaskState,
     /// What it says; null before.
     verdict: Option<VerdictWord>,
     /// One sentence for people.

@@ -7,29 +7,15 @@ use rlood::engine::backend::BackendKind;
 use rlood::engine::model::{Adapter, Policy, Trajectory};
 use rlood::engine::text::Text;
 use rlood::spec::ComputeDtype;
-use rlood_client::TaskState;
 use rlood_types::export::{ExportDtype, ExportFormat, ExportRequest};
+use rlood_types::storage::StorageKind;
+use rlood_types::task::TaskState;
 use serde_json::{Value, json};
 
-use crate::processes::{Server, model_copy, register, signal, spec};
+use crate::processes::{Server, signal, trained};
 
 const MERGED: ExportRequest = ExportRequest { format: ExportFormat::Merged, dtype: Some(ExportDtype::Float32) };
 const PATIENCE: Duration = Duration::from_secs(120);
-
-async fn trained(dir: &Path, lora: bool) -> (Server, String) {
-    let server = Server::start(&dir.join("data"), "cpu");
-    register(&server, "small", &model_copy(&dir.join("small"))).await;
-    let mut job = spec("small", 4);
-    job["rewards"] = json!([{"type": "regex", "pattern": "[a-m]"}]);
-    job["rloo"]["num_generations"] = json!(4);
-    job["optimizer"]["learning_rate"] = json!(0.05);
-    if !lora {
-        job["lora"] = Value::Null;
-    }
-    let job = server.submit(&job).await;
-    server.job_in_state(&job, "succeeded").await;
-    (server, job)
-}
 
 async fn ended(server: &Server, id: &str) -> Value {
     let begun = Instant::now();
@@ -112,6 +98,39 @@ async fn an_export_survives_a_restart_and_what_was_not_finished_is_removed() {
     assert_eq!(left, [export.id.to_string().as_str()]);
     let archive = server.bytes(&format!("/exports/{}/archive.tar", export.id)).await;
     assert!(archive.len() as u64 > done["size_bytes"].as_u64().unwrap());
+    let storage = server.client.get_storage().await.unwrap();
+    let kept = storage.kinds.iter().find(|kind| kind.kind == StorageKind::Exports).unwrap();
+    assert_eq!((kept.amount.size_bytes, kept.amount.count), (export_bytes(&exports), 1));
+}
+
+fn export_bytes(exports: &Path) -> u64 {
+    let dirs = std::fs::read_dir(exports).unwrap().map(|dir| dir.unwrap().path());
+    let files = dirs.flat_map(|dir| std::fs::read_dir(dir).unwrap().collect::<Vec<_>>());
+    files.map(|file| file.unwrap().metadata().unwrap().len()).sum()
+}
+
+#[tokio::test]
+async fn the_files_of_exports_go_with_their_job_and_an_export_goes_with_its_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut server, job) = trained(dir.path(), false).await;
+    let checkpoints = server.client.list_checkpoints(job.parse().unwrap()).collect().await.unwrap();
+    let first = server.client.create_export(checkpoints[0].id, &MERGED).await.unwrap();
+    ended(&server, &first.id.to_string()).await;
+    let exports = dir.path().join("data/exports");
+    // A backup holds no exports: what is restored from it has their rows alone.
+    signal("TERM", server.child.id());
+    server.child.wait().unwrap();
+    std::fs::remove_dir_all(exports.join(first.id.to_string())).unwrap();
+    let server = Server::start(&dir.path().join("data"), "cpu");
+    assert_eq!(server.client.get_export(first.id).await.unwrap_err().code(), "not_found");
+
+    let second = server.client.create_export(checkpoints[0].id, &MERGED).await.unwrap();
+    assert_ne!(second.id, first.id);
+    ended(&server, &second.id.to_string()).await;
+    assert!(exports.join(second.id.to_string()).is_dir());
+    server.client.delete_job(job.parse().unwrap()).await.unwrap();
+    assert!(!exports.join(second.id.to_string()).exists());
+    assert_eq!(server.client.get_export(second.id).await.unwrap_err().code(), "not_found");
 }
 
 #[tokio::test]

@@ -15,7 +15,7 @@ use rlood::engine::text::Text;
 use rlood::spec::ComputeDtype;
 use serde_json::{Value, json};
 
-use crate::processes::{Server, is_alive, model_copy, register, signal, spec};
+use crate::processes::{Server, is_alive, model_copy, register, signal, spec, trained};
 
 const PROMPT: &str = "Say the number 7 in a few words.";
 
@@ -60,24 +60,6 @@ fn said(answer: &Value, of: &str) -> Vec<(String, usize)> {
         (one["completion"].as_str().unwrap().to_owned(), one["num_tokens"].as_u64().unwrap().try_into().unwrap())
     };
     answer[of].as_array().unwrap().iter().map(one).collect()
-}
-
-/// A server with the model, and a job of it that is done; its learning rate is high enough that it says something else then.
-async fn trained(dir: &Path, lora: bool) -> (Server, String) {
-    let server = Server::start(&dir.join("data"), "cpu");
-    register(&server, "small", &model_copy(&dir.join("small"))).await;
-    let mut job = spec("small", 4);
-    // About half of what random weights say has such a letter: groups are not tied.
-    job["rewards"] = json!([{"type": "regex", "pattern": "[a-m]"}]);
-    job["rloo"]["num_generations"] = json!(4);
-    job["optimizer"]["learning_rate"] = json!(0.1);
-    if !lora {
-        job["lora"] = Value::Null;
-    }
-    job["sampling"] = json!({"max_completion_length": 6, "temperature": 0.8});
-    let job = server.submit(&job).await;
-    server.job_in_state(&job, "succeeded").await;
-    (server, job)
 }
 
 /// The folder of a checkpoint, downloaded from the server.

@@ -457,3 +457,21 @@ fn check_says_what_is_there_and_what_is_in_the_way() {
     assert_eq!(code, Some(1), "{text}");
     assert!(text.contains("FAIL  data") && text.contains("FAIL  listen"), "{text}");
 }
+
+/// A server with the model, and a job of it that is done; its learning rate is high enough that it says something else then.
+pub async fn trained(dir: &Path, lora: bool) -> (Server, String) {
+    let server = Server::start(&dir.join("data"), "cpu");
+    register(&server, "small", &model_copy(&dir.join("small"))).await;
+    let mut job = spec("small", 4);
+    // About half of what random weights say has such a letter: groups are not tied.
+    job["rewards"] = json!([{"type": "regex", "pattern": "[a-m]"}]);
+    job["rloo"]["num_generations"] = json!(4);
+    job["optimizer"]["learning_rate"] = json!(0.1);
+    if !lora {
+        job["lora"] = Value::Null;
+    }
+    job["sampling"] = json!({"max_completion_length": 6, "temperature": 0.8});
+    let job = server.submit(&job).await;
+    server.job_in_state(&job, "succeeded").await;
+    (server, job)
+}

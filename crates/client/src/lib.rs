@@ -67,7 +67,7 @@ pub use api::rewards::{
     CallbackTaken, JobReward, Rescore, RescoredSample, RewardTest, RewardTestResult, SampleProblem,
 };
 pub use api::system::{Amount, Disk, KindAmount, KindStorage, OwnerStorage, Session, Storage, Worker, WorkerState};
-pub use api::verdicts::{TaskProgress, TaskState, Verdict, VerdictRequest};
+pub use api::verdicts::{Verdict, VerdictRequest};
 pub use api::webhooks::{NewWebhook, Webhook, WebhookDelivery, WebhookPatch, WebhookTry, WebhookWithSecret};
 pub use client::{Client, ClientBuilder};
 pub use download::{Checked, Downloaded};

@@ -312,18 +312,22 @@ impl Store {
         Ok(row)
     }
 
-    /// Removes a job that is over, with everything that hangs on it; the caller then removes its files.
-    pub async fn job_delete(&self, id: JobId) -> Result<(), StoreError> {
+    /// Removes a job that is over with all its rows. Returns the ids of its exports: the caller then removes the files of the job and
+    /// of these.
+    pub async fn job_delete(&self, id: JobId) -> Result<Vec<String>, StoreError> {
         let doing = "delete a job";
         let mut tx = self.begin(doing).await?;
         let row = job_row(&mut tx, id).await?;
         if !row.state.is_terminal() {
             return Err(StoreError::IllegalMove { state: row.state, action: Action::Delete });
         }
+        let exports = sqlx::query_scalar("SELECT id FROM tasks WHERE job_id = ? AND kind = 'export'");
+        let exports = exports.bind(id.to_string()).fetch_all(&mut *tx).await.doing(doing)?;
         sqlx::query("DELETE FROM jobs WHERE id = ?").bind(id.to_string()).execute(&mut *tx).await.doing(doing)?;
         self.commit(tx, doing).await?;
         self.wake_gone(id, row.owner);
-        Ok(())
+        self.wake_tasks();
+        Ok(exports)
     }
 
     /// The secrets by reward name: for a worker's claim and for copies of a job.

@@ -94,7 +94,7 @@ use rows::{Doing, column, corrupt, count_column, id_column, int, json_column, to
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
 pub use sessions::{SessionKey, SessionRow};
 pub use steps::{StepLine, StepLines};
-pub use task_rows::{NewTask, TaskKind, TaskRow, TaskState};
+pub use task_rows::{NewTask, TaskKind, TaskRow};
 pub use tasks::TaskEnd;
 pub use workers::WorkerRow;
 

@@ -1,5 +1,7 @@
 //! What a server that was killed left behind, put in order by the next one.
 
+use rlood_types::task::TaskState;
+
 use crate::files::{DataDir, FilesError};
 use crate::{Store, StoreError, TaskKind};
 
@@ -38,7 +40,21 @@ pub async fn recover(store: &Store, files: &DataDir, lease_ms: i64, now: i64) ->
     }
     files.sweep(&store.checkpoint_keys().await?, &datasets)?;
     files.initial_sweep(&store.warm_start_jobs().await?)?;
-    files.export_sweep(&store.task_ids(TaskKind::Export).await?)?;
+    recover_exports(store, files).await?;
     files.adapter_sweep(&store.adapter_ids().await?)?;
+    Ok(())
+}
+
+/// Removes files of exports that no row names, and exports whose files are gone: a backup does not hold them.
+async fn recover_exports(store: &Store, files: &DataDir) -> Result<(), RecoveryError> {
+    let exports = store.task_list_all(TaskKind::Export).await?;
+    let ids: Vec<String> = exports.iter().map(|export| export.id.clone()).collect();
+    files.export_sweep(&ids)?;
+    for export in exports {
+        if export.state == TaskState::Succeeded && !files.export_dir(&export.id).is_dir() {
+            tracing::warn!(target: "rlood::serve", export = export.id, "the files of the export are gone; it is removed");
+            store.task_delete(TaskKind::Export, &export.id).await?;
+        }
+    }
     Ok(())
 }

@@ -9,6 +9,9 @@ use super::{Doing, Store, StoreError, column, count_column, id_column};
 use crate::files::usage::{Owners, Usage};
 use crate::files::{DataDir, FilesError, disk_bytes};
 
+const EXPORT_OWNERS: &str =
+    "SELECT tasks.id, jobs.owner FROM tasks JOIN jobs ON jobs.id = tasks.job_id WHERE tasks.kind = 'export'";
+
 /// Why it cannot be said what is kept.
 #[derive(Debug, thiserror::Error)]
 pub enum StorageError {
@@ -52,6 +55,7 @@ pub async fn report(store: &Store, files: &DataDir) -> Result<StorageReport, Sto
         jobs: store.owners_by_id("SELECT id, owner FROM jobs").await?.into_iter().collect(),
         datasets: store.owners_by_id("SELECT id, owner FROM datasets").await?.into_iter().collect(),
         adapters: store.owners_by_id("SELECT id, owner FROM adapters").await?.into_iter().collect(),
+        exports: store.owners_by_id(EXPORT_OWNERS).await?.into_iter().collect(),
         models: inside.into_iter().map(|model| (model.source, model.owner)).collect(),
     };
     let rows = store.row_usage().await?;

@@ -1,5 +1,6 @@
 //! The rows of tasks, without the events that tell of them.
 
+use rlood_types::task::TaskState;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -24,42 +25,6 @@ impl TaskKind {
         match self {
             TaskKind::Verdict => "verdict",
             TaskKind::Export => "export",
-        }
-    }
-}
-
-/// The state of a task.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TaskState {
-    /// Waits for its turn.
-    Queued,
-    /// Under way.
-    Running,
-    /// Done; it has a result.
-    Succeeded,
-    /// Ended by an error.
-    Failed,
-    /// Ended by a user.
-    Cancelled,
-}
-
-impl TaskState {
-    fn as_str(self) -> &'static str {
-        match self {
-            TaskState::Queued => "queued",
-            TaskState::Running => "running",
-            TaskState::Succeeded => "succeeded",
-            TaskState::Failed => "failed",
-            TaskState::Cancelled => "cancelled",
-        }
-    }
-
-    /// Whether it ends there.
-    pub fn is_final(self) -> bool {
-        match self {
-            TaskState::Queued | TaskState::Running => false,
-            TaskState::Succeeded | TaskState::Failed | TaskState::Cancelled => true,
         }
     }
 }

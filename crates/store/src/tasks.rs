@@ -7,11 +7,12 @@
 //! ```
 //! Whoever runs a task holds its attempt: what a former attempt says is refused.
 
+use rlood_types::task::TaskState;
 use serde_json::{Map, Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::events::event_insert;
-use super::task_rows::{NewTask, TaskKind, TaskRow, TaskState, task_row_insert};
+use super::task_rows::{NewTask, TaskKind, TaskRow, task_row_insert};
 use super::{
     Doing, Page, Store, StoreError, column, cursor, cursor_key, int, json_column, page, parse_cursor, to_json, word,
 };
@@ -197,13 +198,16 @@ impl Store {
         Ok(())
     }
 
-    /// Ids of the tasks of a kind whose files must be kept.
-    pub async fn task_ids(&self, kind: TaskKind) -> Result<Vec<String>, StoreError> {
-        sqlx::query_scalar("SELECT id FROM tasks WHERE kind = ?")
+    /// All tasks of a kind.
+    pub async fn task_list_all(&self, kind: TaskKind) -> Result<Vec<TaskRow>, StoreError> {
+        sqlx::query("SELECT * FROM tasks WHERE kind = ? ORDER BY id")
             .bind(kind.as_str())
             .fetch_all(&self.readers)
             .await
-            .doing("list all tasks")
+            .doing("list all tasks")?
+            .iter()
+            .map(TaskRow::read)
+            .collect()
     }
 
     /// Tasks whose files are to be removed by now.

@@ -21,6 +21,7 @@ pub mod protocol;
 pub mod sample;
 pub mod spec;
 pub mod storage;
+pub mod task;
 pub mod trajectory;
 pub mod verdict;
 

@@ -19,6 +19,8 @@ pub enum StorageKind {
     Checkpoints,
     /// PEFT adapters that were uploaded, or come from the hub.
     Adapters,
+    /// Checkpoints written in another form, for a week.
+    Exports,
     /// Adapters that jobs with a warm start begin with, where no checkpoint holds the same file.
     InitialAdapters,
     /// Completions and reward answers since the last checkpoint of a job, in the database.
@@ -37,11 +39,12 @@ pub enum StorageKind {
 
 impl StorageKind {
     /// All of them.
-    pub const ALL: [StorageKind; 11] = [
+    pub const ALL: [StorageKind; 12] = [
         StorageKind::Models,
         StorageKind::Datasets,
         StorageKind::Checkpoints,
         StorageKind::Adapters,
+        StorageKind::Exports,
         StorageKind::InitialAdapters,
         StorageKind::Journals,
         StorageKind::Samples,
@@ -61,6 +64,7 @@ impl StorageKind {
             StorageKind::Datasets => "datasets",
             StorageKind::Checkpoints => "checkpoints",
             StorageKind::Adapters => "adapters",
+            StorageKind::Exports => "exports",
             StorageKind::InitialAdapters => "initial_adapters",
             StorageKind::Journals => "journals",
             StorageKind::Samples => "samples",

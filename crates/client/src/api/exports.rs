@@ -6,10 +6,10 @@ use jiff::Timestamp;
 use rlood_types::export::{ExportDtype, ExportError, ExportFormat, ExportRequest, Survived};
 use rlood_types::id::{CheckpointId, ExportId, JobId};
 use rlood_types::protocol::FileEntry;
+use rlood_types::task::{TaskProgress, TaskState};
 use serde::Deserialize;
 use serde_json::json;
 
-use super::verdicts::{TaskProgress, TaskState};
 use crate::client::Client;
 use crate::download::Downloaded;
 use crate::error::Error;

@@ -2,6 +2,7 @@
 
 use jiff::Timestamp;
 use rlood_types::id::{CheckpointId, JobId, VerdictId};
+use rlood_types::task::{TaskProgress, TaskState};
 use rlood_types::verdict::{RowOutcome, VerdictError, VerdictResult, VerdictRow, VerdictSampling};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -21,38 +22,6 @@ pub struct VerdictRequest {
     pub temperature: Option<f64>,
     /// The reward from which a completion passes, for pass@k.
     pub pass_threshold: Option<f64>,
-}
-
-/// The state of a verdict or an export.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TaskState {
-    /// Waits for its turn.
-    Queued,
-    /// Under way.
-    Running,
-    /// Done.
-    Succeeded,
-    /// Ended by an error.
-    Failed,
-    /// Ended by a user.
-    Cancelled,
-}
-
-impl TaskState {
-    /// Whether it ends there.
-    pub fn is_final(self) -> bool {
-        !matches!(self, TaskState::Queued | TaskState::Running)
-    }
-}
-
-/// How far a verdict or an export is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-pub struct TaskProgress {
-    /// Parts done.
-    pub done: u64,
-    /// Parts in all; 0 = not known yet.
-    pub total: u64,
 }
 
 /// A comparison of a checkpoint with its base model.

@@ -25,7 +25,7 @@ impl DataDir {
     /// # Errors
     /// When it cannot be made.
     pub fn export_begin(&self, id: &str) -> Result<PathBuf, FilesError> {
-        let unfinished = self.unfinished(id);
+        let unfinished = self.export_unfinished_dir(id);
         remove_tree(&unfinished)?;
         create_private_dir(&self.exports())?;
         create_private_dir(&unfinished)?;
@@ -38,7 +38,7 @@ impl DataDir {
     /// When it cannot be moved.
     pub fn export_place(&self, id: &str) -> Result<(), FilesError> {
         remove_tree(&self.export_dir(id))?;
-        initial::place(&self.unfinished(id), &self.export_dir(id))
+        initial::place(&self.export_unfinished_dir(id), &self.export_dir(id))
     }
 
     /// Removes an export's files, whole or not. Blocking.
@@ -46,7 +46,7 @@ impl DataDir {
     /// # Errors
     /// When they cannot be removed.
     pub fn export_remove(&self, id: &str) -> Result<(), FilesError> {
-        remove_tree(&self.unfinished(id))?;
+        remove_tree(&self.export_unfinished_dir(id))?;
         remove_tree(&self.export_dir(id))
     }
 
@@ -66,7 +66,8 @@ impl DataDir {
         self.root.join("exports")
     }
 
-    fn unfinished(&self, id: &str) -> PathBuf {
+    /// The directory in which an export is written.
+    pub(crate) fn export_unfinished_dir(&self, id: &str) -> PathBuf {
         self.exports().join(format!("{id}.unfinished"))
     }
 }

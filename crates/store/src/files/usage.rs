@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rlood_types::storage::{StorageKind, StorageUse};
 
 use super::{DataDir, FilesError, cannot};
-use crate::id::{AdapterId, DatasetId, JobId};
+use crate::id::{AdapterId, DatasetId, ExportId, JobId};
 
 /// Whose the things are that files belong to.
 #[derive(Debug, Default)]
@@ -19,6 +19,8 @@ pub struct Owners {
     pub datasets: HashMap<DatasetId, String>,
     /// By adapter.
     pub adapters: HashMap<AdapterId, String>,
+    /// By export.
+    pub exports: HashMap<ExportId, String>,
     /// By the directory of a model.
     pub models: Vec<(PathBuf, String)>,
 }
@@ -75,6 +77,12 @@ impl Walk<'_> {
                 let id = name_of(dir).parse::<AdapterId>().ok();
                 let owner = id.and_then(|id| walk.owners.adapters.get(&id).cloned());
                 (StorageKind::Adapters, owner.unwrap_or_default())
+            })?,
+            "exports" => self.each(path, |walk, dir| {
+                // An unfinished export has an ending behind its id.
+                let id = dir.file_stem().and_then(|stem| stem.to_str()?.parse::<ExportId>().ok());
+                let owner = id.and_then(|id| walk.owners.exports.get(&id).cloned());
+                (StorageKind::Exports, owner.unwrap_or_default())
             })?,
             "staging" => self.each(path, |walk, entry| (StorageKind::Staging, walk.owner_of_job(entry)))?,
             // What downloads from a hub leave for a day.

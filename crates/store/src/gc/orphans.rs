@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use rlood_types::storage::StorageKind;
 
 use super::{GcItem, GcRules, MODEL_PART_AGE_MS, ORPHAN_AGE_MS, Removal};
-use crate::Store;
 use crate::files::usage::{entries, metadata, size_below};
 use crate::files::{DataDir, FilesError};
 use crate::id::JobId;
 use crate::storage::StorageError;
+use crate::{Store, TaskKind};
 
 /// Something of the data directory, as it was before the rows were read.
 #[derive(Debug)]
@@ -31,6 +31,7 @@ pub(super) fn look(files: &DataDir) -> Result<Vec<Seen>, FilesError> {
     let mut add = |kind, paths: Vec<PathBuf>| found.extend(paths.into_iter().map(|path| (kind, path)));
     add(StorageKind::Datasets, entries(&root.join("datasets"))?);
     add(StorageKind::Adapters, entries(&root.join("adapters"))?);
+    add(StorageKind::Exports, entries(&root.join("exports"))?);
     add(StorageKind::InitialAdapters, entries(&root.join("initial"))?);
     add(StorageKind::Staging, entries(&root.join("staging"))?);
     add(StorageKind::Scratch, entries(&root.join("scratch"))?);
@@ -64,6 +65,9 @@ pub(super) async fn without_rows(
     let checkpoints = store.checkpoint_keys().await?.into_iter();
     named.extend(checkpoints.map(|(job, step, attempt)| files.checkpoint_dir(job, step, attempt)));
     named.extend(store.adapter_ids().await?.into_iter().map(|id| files.adapter_dir(id)));
+    for export in store.task_list_all(TaskKind::Export).await? {
+        named.extend([files.export_dir(&export.id), files.export_unfinished_dir(&export.id)]);
+    }
     named.extend(store.warm_start_jobs().await?.into_iter().map(|job| files.initial_of(job)));
     let running: HashSet<JobId> = store.running_jobs().await?.into_iter().collect();
     let models = store.model_sources().await?;

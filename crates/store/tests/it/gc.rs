@@ -57,6 +57,7 @@ async fn a_plan_removes_nothing_and_then_the_orphans_go_and_the_rest_stays() {
         write(&files.checkpoint_file(JobId::new(), 1, 1, "manifest.json").unwrap(), 10),
         write(&root.join("initial").join(JobId::new().to_string()).join("adapter"), 4),
         write(&root.join("staging/upload-x"), 5),
+        write(&root.join("exports/exp_0/model.safetensors"), 3),
     ];
     let upload = write(&root.join("staging").join(job.to_string()).join("1/2/adapter"), 6);
     let pinned = (StorageKind::Datasets, 80, false);
@@ -71,6 +72,7 @@ async fn a_plan_removes_nothing_and_then_the_orphans_go_and_the_rest_stays() {
         (StorageKind::Datasets, 300, true),
         (StorageKind::Checkpoints, 10, true),
         (StorageKind::Checkpoints, 20, true),
+        (StorageKind::Exports, 3, true),
         (StorageKind::InitialAdapters, 4, true),
         (StorageKind::Staging, 5, true),
     ];

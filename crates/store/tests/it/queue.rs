@@ -85,7 +85,7 @@ async fn every_action_in_every_state_does_what_the_table_says() {
                 Action::Pause => store.job_pause(job, T0).await.map(|job| job.state),
                 Action::Resume => store.job_resume(job, T0).await.map(|job| job.state),
                 Action::Retry => store.job_retry(job, JobId::new(), T0).await.map(|job| job.state),
-                Action::Delete => store.job_delete(job).await.map(|()| state),
+                Action::Delete => store.job_delete(job).await.map(|_| state),
             };
             let allowed = state.actions().contains(&action);
             match result {

@@ -62,7 +62,7 @@ impl World {
                 "resume" => store.job_resume(id, now).await.map(drop),
                 "cancel" => store.job_cancel(id, now).await.map(drop),
                 "retry" => store.job_retry(id, new_id, now).await.map(drop),
-                "delete" => store.job_delete(id).await,
+                "delete" => store.job_delete(id).await.map(drop),
                 _ => {
                     let patch = JobPatch { priority: Some(priority), ..JobPatch::default() };
                     store.job_patch(id, patch, now).await.map(drop)
