@@ -96,7 +96,7 @@ ExportId = str
 
 
 class TaskProgress(TypedDict):
-    """How far a task is."""
+    """How far a verdict or an export is."""
 
     done: int
     total: int
