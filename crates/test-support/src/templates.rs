@@ -69,7 +69,7 @@ const BOMBS: &[(&str, &str)] = &[
     ("{% set ns = namespace(a=1) %}{% set ns.a = dict(a=ns) %}{{ ns }}", NESTED_OBJECT),
     ("{% set ns = namespace(a=1) %}{% set ns.a = {'a': ns} %}{{ ns }}", NESTED_OBJECT),
     ("{% for i in [1] %}{{ loop.changed(loop) }}{% endfor %}", NESTED_OBJECT),
-    ("{% for i in [1] %}{{ loop.changed(*[1]) }}{% endfor %}", "no *arguments"),
+    ("{% for i in [1] %}{{ loop.changed(*[1]) }}{% endfor %}", "not accept *arguments"),
     // Templates that run long or read much in other ways.
     ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "fuel"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", RECURSION),

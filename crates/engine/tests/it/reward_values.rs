@@ -10,8 +10,8 @@ use crate::train::{Start, TestHost, plan, reward, rows, run, train};
 #[test]
 fn rewards_whose_squares_overflow_end_the_run_before_training() {
     for (normalization, combine, value, what) in [
-        (RewardNormalization::Running, Combine::Renormalize, 1e200, "the variance of the rewards"),
-        (RewardNormalization::Batch, Combine::Renormalize, 1e200, "the variance of the rewards"),
+        (RewardNormalization::Running, Combine::Renormalize, 1e200, "computes of the rewards"),
+        (RewardNormalization::Batch, Combine::Renormalize, 1e200, "computes of the rewards"),
         (
             RewardNormalization::None,
             Combine::Nansum,

@@ -114,7 +114,7 @@ async fn what_does_not_pass_is_an_error_and_no_file() {
         (Faults { unavailable: times(u32::MAX), ..Faults::default() }, "503"),
         (Faults { longer: times(u32::MAX), ..Faults::default() }, "more than the 200000 bytes"),
         (Faults { moved: true, ..Faults::default() }, "another"),
-        (Faults { refused: Some((403, "GatedRepo")), ..Faults::default() }, "licence"),
+        (Faults { refused: Some((403, "GatedRepo")), ..Faults::default() }, "license"),
         (Faults { refused: Some((404, "EntryNotFound")), ..Faults::default() }, "no file"),
         (Faults { refused: Some((418, "")), ..Faults::default() }, "418"),
         (location("http://169.254.169.254/latest/meta-data"), "not permitted"),

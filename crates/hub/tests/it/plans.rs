@@ -48,7 +48,7 @@ async fn what_cannot_be_trained_is_refused_with_what_would_work() {
     for (files, expected) in [
         (without(&["safetensors"]), "pickles"),
         (without(&["safetensors", ".bin", ".pth"]), "neither model.safetensors nor"),
-        (without(&["00002-of"]), "names \"model-00002-of-00002.safetensors\""),
+        (without(&["00002-of"]), "lists \"model-00002-of-00002.safetensors\""),
         (without(&["config.json"]), "no config.json"),
         (adapter, "an adapter"),
         (gguf, "GGUF"),

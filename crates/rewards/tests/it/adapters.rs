@@ -428,7 +428,7 @@ fn what_an_adapter_cannot_be_is_refused_with_the_reason() {
         (
             json!({"type": "slime", "url": "http://x/", "max_batch_samples": 4}),
             "/reward/max_batch_samples",
-            "one sample a request",
+            "one sample per request",
         ),
         (json!({"type": "tei_predict", "url": "http://x/", "template": "{{ a"}), "/reward/template", "not valid"),
         (json!({"type": "tei_predict", "url": "http://x/", "secret": "whsec_x"}), "/reward/secret", "unknown field"),

@@ -394,7 +394,7 @@ async fn a_missing_or_changed_file_is_reported_by_name() {
     let missing = python_plan("f", json!({"file": "/nowhere/rewards.py"}));
     let changed = python_plan("judge", json!({"file": fixture("trl_functions.py"), "sha256": "ab".repeat(32)}));
     for (plan, part) in
-        [(missing, "/nowhere/rewards.py is not on this worker's machine"), (changed, "has changed since")]
+        [(missing, "/nowhere/rewards.py does not exist on this worker's machine"), (changed, "has changed since")]
     {
         let rewards = Rewards::build(&[plan], &Default::default(), &loopback()).unwrap();
         let failure = rewards.prepare().await.unwrap_err();

@@ -148,7 +148,7 @@ async fn a_downloaded_model_is_pinned_by_jobs_and_by_adapters_and_other_folders_
     store.job_finish(job, claimed.attempt, Outcome::Succeeded, T0).await.unwrap();
     let of_adapter = models(T0 + 100 * DAY).await;
     let of_model = of_adapter.iter().find(|item| item.name == "org/tiny").unwrap();
-    assert!(of_model.removal.is_none() && of_model.reason.contains("adapters of 1 job"), "{of_model:?}");
+    assert!(of_model.removal.is_none() && of_model.reason.contains("adapters that 1 job trained"), "{of_model:?}");
     let of_part = of_adapter.iter().find(|item| item.name.contains("org--gone")).unwrap();
     assert_eq!(of_adapter.len(), 2, "{of_adapter:?}");
     assert!(gc::remove(store, files, of_part.removal.as_ref().unwrap()).await.unwrap());
