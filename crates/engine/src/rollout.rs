@@ -57,7 +57,7 @@ impl TrlBatching {
     }
 }
 
-/// The position of an optimizer step in the order of blocks and slices.
+/// The position of an optimizer step: its rollout block, its pass over that block, and its slice of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cursor {
     /// Index of the generation block, from 0, over all epochs.

@@ -274,7 +274,7 @@ unsafe fn cap_with<S: Simd>(values: &mut [f32], softcap: f32) {
 struct Cell {
     /// The largest logit of the chunk; NaN is ignored.
     largest: f32,
-    /// Sum Σ eᶻ with z = logit·t − largest·t.
+    /// Sum Σ eᶻ with z = logit·t − largest·t, where t = 1/temperature.
     sum: f32,
     /// Weighted sum Σ eᶻ·z.
     weighted: f32,

@@ -34,7 +34,7 @@ pub use tensor::{Angles, Tensor, Vector, Weight};
 
 const _: () = assert!(
     crate::kernels::cuda::KEPT_FREE_BYTES == crate::spec::footprint::CUDA_KEPT_FREE_BYTES,
-    "spec::footprint and the kernels must agree on the GPU memory that stays free"
+    "spec::footprint and the kernels must use the same amount for the GPU memory that stays free"
 );
 
 /// Maximum number of cached batch layouts: one for each attention window that a packed batch is used with.
