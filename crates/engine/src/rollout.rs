@@ -57,7 +57,7 @@ impl TrlBatching {
     }
 }
 
-/// The position of an optimizer step: its rollout block, its pass over that block, and its slice of the block.
+/// The position of an optimizer step: its generation block, the slice of that block, and how often the block was used before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cursor {
     /// Index of the generation block, from 0, over all epochs.
