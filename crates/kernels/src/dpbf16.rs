@@ -86,10 +86,12 @@ unsafe fn one_panel<'a, 'j: 'a>(
     sums: *mut f32,
 ) {
     // One group of rows: a single block, since the weights are read only once anyway.
-    let at_once = match rows.len() {
-        ..=kernels::ROWS => usize::MAX / 2,
-        ..=amx::ROWS => DEEP_FOR_FEW,
-        _ => DEEP,
+    let at_once = if rows.len() <= kernels::ROWS {
+        usize::MAX / 2
+    } else if rows.len() <= amx::ROWS {
+        DEEP_FOR_FEW
+    } else {
+        DEEP
     };
     let blocks = parts.flat_map(|(job, tiled, sum)| {
         let depth = job.depth(panel);

@@ -132,12 +132,12 @@ unsafe fn group<const MR: usize, const FETCH: usize>(group: &Group) {
                 }
                 let weights = w.add(pair * PAIR_BYTES);
                 let weights: [__m512bh; 2] = [
-                    std::mem::transmute(_mm512_loadu_si512(weights.cast())),
-                    std::mem::transmute(_mm512_loadu_si512(weights.add(64).cast())),
+                    std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(weights.cast())),
+                    std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(weights.add(64).cast())),
                 ];
                 for (m, acc) in acc.iter_mut().enumerate() {
                     let x = x.add(m * ROW_BYTES + pair * 4).cast::<i32>().read();
-                    let x: __m512bh = std::mem::transmute(_mm512_set1_epi32(x));
+                    let x: __m512bh = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(x));
                     *acc = [_mm512_dpbf16_ps(acc[0], x, weights[0]), _mm512_dpbf16_ps(acc[1], x, weights[1])];
                 }
             }
@@ -166,7 +166,10 @@ pub(in super::super) unsafe fn peak(steps: usize) -> f32 {
     // Safety: both types have 64 bytes.
     let (x, w): (__m512bh, __m512bh) = unsafe {
         let x = _mm512_set1_epi32(black_box(pair(1e-3)));
-        (std::mem::transmute(x), std::mem::transmute(_mm512_set1_epi32(black_box(pair(0.999)))))
+        (
+            std::mem::transmute::<__m512i, __m512bh>(x),
+            std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(black_box(pair(0.999)))),
+        )
     };
     let mut acc = [_mm512_setzero_ps(); CHAINS];
     for _ in 0..steps {

@@ -108,6 +108,30 @@ pub enum Activation {
     Tanh,
 }
 
+/// Checks the keys of config.json that only RoBERTa and XLM-RoBERTa have.
+fn check_roberta(
+    keys: &Keys,
+    max_position_embeddings: usize,
+    pad_token_id: u32,
+    type_vocab_size: usize,
+) -> Result<(), ModelCardError> {
+    let positions = keys.get("position_embedding_type");
+    if let Some(value) = positions.filter(|value| value.as_str() != Some("absolute")) {
+        return keys.refuse("position_embedding_type", value, "the only supported value is \"absolute\"");
+    }
+    if max_position_embeddings <= pad_token_id as usize + 1 {
+        return keys.refuse(
+            "max_position_embeddings",
+            &max_position_embeddings.into(),
+            "the value must be larger, because positions start after pad_token_id",
+        );
+    }
+    if type_vocab_size == 0 {
+        return keys.refuse("type_vocab_size", &0.into(), "the value must be at least 1");
+    }
+    Ok(())
+}
+
 impl EncoderConfig {
     /// Reads the config.json of an encoder with this `model_type`. Returns None if the type is not an encoder.
     pub(super) fn read(keys: &Keys, model_type: &str) -> Result<Option<EncoderConfig>, ModelCardError> {
@@ -165,21 +189,7 @@ impl EncoderConfig {
             "deberta-v2" => EncoderKind::DebertaV2(deberta(keys, hidden_size, num_attention_heads)?),
             "modernbert" => EncoderKind::ModernBert(modernbert(keys, num_hidden_layers)?),
             _ => {
-                let positions = keys.get("position_embedding_type");
-                if let Some(value) = positions.filter(|value| value.as_str() != Some("absolute")) {
-                    return keys.refuse("position_embedding_type", value, "the only supported value is \"absolute\"");
-                }
-                if max_position_embeddings <= pad_token_id as usize + 1 {
-                    let value = max_position_embeddings.into();
-                    return keys.refuse(
-                        "max_position_embeddings",
-                        &value,
-                        "the value must be larger, because positions start after pad_token_id",
-                    );
-                }
-                if type_vocab_size == 0 {
-                    return keys.refuse("type_vocab_size", &0.into(), "the value must be at least 1");
-                }
+                check_roberta(keys, max_position_embeddings, pad_token_id, type_vocab_size)?;
                 EncoderKind::XlmRoberta
             }
         };
