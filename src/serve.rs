@@ -288,13 +288,8 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let (lost, worker_exits) = mpsc::unbounded_channel();
     let worker_exits =
         AbortOnDropHandle::new(tokio::spawn(requeue_jobs_of_exited_workers(store.clone(), worker_exits)));
-    let lease_timer = AbortOnDropHandle::new(tokio::spawn(run_lease_timer(
-        store.clone(),
-        files.clone(),
-        downloads,
-        lease_ms(&config),
-        disk,
-    )));
+    let lease_timer = run_lease_timer(store.clone(), files.clone(), downloads, lease_ms(&config), disk);
+    let lease_timer = AbortOnDropHandle::new(tokio::spawn(lease_timer));
     let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);
     let webhook_sender = AbortOnDropHandle::new(tokio::spawn(webhook_sender.run()));

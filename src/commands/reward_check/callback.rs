@@ -125,12 +125,8 @@ impl Check {
         let status_url = accepted.get("status_url").and_then(Value::as_str).map(str::to_owned);
         let status_url = match status_url.map(|text| self.wire.url.join(&text)) {
             Some(Err(_)) => {
-                self.find(
-                    "async_status",
-                    Outcome::Warning,
-                    "status_url is not a URL",
-                    "omit it, or use an absolute URL",
-                );
+                let fix = "omit it, or use an absolute URL";
+                self.find("async_status", Outcome::Warning, "status_url is not a URL", fix);
                 None
             }
             Some(Ok(url)) => Some(url),
@@ -185,20 +181,12 @@ impl Check {
             self.find("async", Outcome::Failed, format!("202, then {wrong}"), BODY);
         } else if !missing.is_empty() {
             let detail = format!("202, then done without results for {}", missing.join(", "));
-            self.find(
-                "async",
-                Outcome::Failed,
-                detail,
-                "send \"done\": true in the callback with the last results, not in an earlier one",
-            );
+            let fix = "send \"done\": true in the callback with the last results, not in an earlier one";
+            self.find("async", Outcome::Failed, detail, fix);
         } else if !done && polled == 0 {
             let fix = "send \"done\": true in the last callback: otherwise the job waits for the deadline before it requests missing results again";
-            self.find(
-                "async",
-                Outcome::Warning,
-                format!("all results arrived after {ms} ms, but no callback had \"done\": true"),
-                fix,
-            );
+            let detail = format!("all results arrived after {ms} ms, but no callback had \"done\": true");
+            self.find("async", Outcome::Warning, detail, fix);
         } else {
             let detail = format!(
                 "the service answered 202, then sent all results within {ms} ms in {callbacks} callbacks; {polled} requests went to status_url"

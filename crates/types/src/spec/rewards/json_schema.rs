@@ -46,7 +46,7 @@ impl JsonSchema {
     /// Whether the schema accepts a value.
     ///
     /// # Errors
-    /// Fails if the validation would take more than [`cost::MAX_STEPS`] steps.
+    /// Fails if the validation would take more than `cost::MAX_STEPS` steps.
     pub fn accepts(&self, value: &Value) -> Result<bool, TooCostly> {
         let depth = cost::count(&self.graph, value)?;
         let valid = || self.schemas.validate(value, self.index).is_ok();
