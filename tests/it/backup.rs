@@ -350,7 +350,7 @@ async fn a_damaged_backup_restores_nothing() {
             &|d| d["files"]["datasets/ds_x.ndjson"] = json!({"size_bytes": 1, "sha256": "00"}),
             "does not contain this file",
         ),
-        (&|d| d["files"]["rlood.db"]["sha256"] = json!("00"), "contents differ"),
+        (&|d| d["files"]["rlood.db"]["sha256"] = json!("00"), "hash differs"),
         (&|d| d["format"] = json!(2), "format 2"),
         (&|d| d["files"] = json!({}), "does not list rlood.db"),
     ] {
