@@ -286,7 +286,7 @@ mod rewards {
             for kind in kinds.iter().filter(|kind| is_service(kind) == services) {
                 writeln!(page, "### {}\n\n{}\n", kind.name, kind.description.replace('<', "&lt;")).unwrap();
                 let mut fields = kind.fields.clone();
-                fields.retain(|name, _| !of_all.contains_key(name) && !(services && of_services.contains_key(name)));
+                fields.retain(|name, _| !(of_all.contains_key(name) || services && of_services.contains_key(name)));
                 table(&mut page, &head, &rows(&document, &fields, &kind.required));
             }
         }
