@@ -117,7 +117,7 @@ function Form({ schema, old, from }) {
         <span class="dim small">A preflight samples the base model and scores its completions, without training.</span>
       </div>
     </form>
-    <aside class="stack" aria-label="Result of checking the job, and curl command">
+    <aside class="stack" aria-label="Result of checking the job">
       ${checked && html`<${CheckResult} answer=${checked} />`}
       <section class="panel stack"><h2>Submit with curl</h2><${Code} text=${curlCommand(spec, location.origin, session.value.state === "in")} label="curl command" /></section>
     </aside>
