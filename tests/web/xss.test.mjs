@@ -107,7 +107,7 @@ async function inspect(page, path) {
   const found = await page.evaluate((forbidden) => ({
     forbidden: [...document.querySelectorAll(forbidden)].map((element) => element.outerHTML.slice(0, 200)),
     // Links and images must point to this page or to a known path of this server.
-    links: [...document.querySelectorAll("[href], [src], [action]")].flatMap((element) => ["href", "src", "action"].map((name) => element.getAttribute(name))).filter((value) => value !== null && !/^(#|\/(web|jobs|checkpoints|docs)\/|blob:)/.test(value)),
+    links: [...document.querySelectorAll("[href], [src], [action]")].flatMap((element) => ["href", "src", "action"].map((name) => element.getAttribute(name))).filter((value) => value !== null && !/^(#|\/(web|jobs|checkpoints|docs|guide)\/|blob:)/.test(value)),
     app: !!document.getElementById("app")?.querySelector("header"),
   }), FORBIDDEN);
   assert.deepEqual(found, { forbidden: [], links: [], app: true }, path);
