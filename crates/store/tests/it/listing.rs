@@ -186,7 +186,8 @@ async fn no_page_reads_all_rows_or_sorts_them() {
         }
         // Tables are searched by index. Scans are only of lists that are part of the statement or of its intermediate results.
         for step in steps.iter().filter(|step| step.starts_with("SCAN")) {
-            let small = ["wanted", "section", "stretch", "(subquery", "CONSTANT ROW"].iter().any(|name| step.contains(name));
+            let small =
+                ["wanted", "section", "stretch", "(subquery", "CONSTANT ROW"].iter().any(|name| step.contains(name));
             assert!(small || step.contains("INDEX jobs_outage"), "{steps:?}");
         }
     }
