@@ -5,6 +5,8 @@
 //! only and every request is allowed; once a key was created, every request needs one. The scope that a route requires is listed in
 //! [`crate::access`]. Ownership is checked here for every path with an id, and by the handlers for lists and for ids in a body.
 //! Worker routes need the worker token, or a key with the scope `worker`.
+//!
+//! This file is longer than others: the rules of who owns which path are easier to review on one page.
 
 mod streams;
 mod workers;

@@ -1,4 +1,6 @@
 //! Jobs: list, read, patch, delete, and change state. Submission is in `submit`.
+//!
+//! This file is longer than others: most of it is the descriptions that become the API document.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};

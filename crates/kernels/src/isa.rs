@@ -166,7 +166,7 @@ impl FromStr for Isa {
         Isa::ALL
             .into_iter()
             .find(|isa| isa.name() == name)
-            .ok_or_else(|| format!("the instruction set {name:?} is none of auto, {known}"))
+            .ok_or_else(|| format!("the instruction set {name:?} is not one of auto, {known}"))
     }
 }
 

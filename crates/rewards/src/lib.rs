@@ -6,6 +6,8 @@
 //! rewards into one number (`engine::advantage`).
 //!
 //! A missing value is never 0: a reward without a finite number returns [`RewardValue::Missing`] and a reason.
+//!
+//! This file is longer than others: the public types of a scored sample and the function that scores are read together.
 
 use rlood_types::{callback, digest, event, id, job, outgoing, protocol, sample, spec};
 

@@ -4,6 +4,8 @@
 //! Only the server process opens it. SQLite in WAL mode has one writer connection (every transaction begins IMMEDIATE, `synchronous
 //! = FULL`) and a few readers. `now` (Unix time in milliseconds) is an argument of every query that needs the time. A change of
 //! state and its event are written in one transaction; [`Store::changed`] wakes tasks that wait for the next event.
+//!
+//! This file is longer than others: it also holds the helpers that every query of the crate uses.
 
 pub mod adapters;
 pub mod api_keys;

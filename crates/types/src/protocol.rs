@@ -40,6 +40,8 @@
 //!   disconnects. Earlier still, `tests/it/protocol.rs` compares the fields of plan and claim with a recorded list.
 //! - Plans in the database are exempt. Plans of older versions lack fields, each of which has a default that means the former
 //!   behavior. Fields that no longer exist are dropped before a plan is sent.
+//!
+//! This file is longer than others: it lists every message between worker and server.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

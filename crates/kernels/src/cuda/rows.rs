@@ -1,4 +1,6 @@
 //! Operations on rows in device memory: views of buffers, lookups, sums and conversions.
+//!
+//! This file is longer than others: each operation checks its bounds in the same way and launches one kernel.
 
 use std::ops::Range;
 

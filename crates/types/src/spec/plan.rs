@@ -1,5 +1,7 @@
 //! The resolved plan: every default is applied and every value is checked. It is serialized into the job's row and
 //! sent to the worker.
+//!
+//! This file is longer than others: it is the list of all settings of a plan.
 
 mod algorithm;
 mod arithmetic;

@@ -1,4 +1,6 @@
 //! Tests of the translation of TRL configurations: what is translated, what is rejected as TRL does, and what is explained by name.
+//!
+//! This file is longer than others: it has one table of cases for each part of the translation.
 
 use proptest::prelude::*;
 use rlood_types::spec::JobSpec;
