@@ -9,11 +9,12 @@ use std::process::{Command, ExitCode};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 use futures::future::LocalBoxFuture;
+use rlood_worker::preflight;
 
 use crate::causes::with_causes;
 use crate::commands::{backup, bench, convert, gc, keys, reward_check, reward_serve};
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
-use crate::{config, demo, engine, exporter, generator, http, judge, prober, reward_server, serve, worker};
+use crate::{config, demo, engine, exporter, generator, http, judge, reward_server, serve, worker};
 
 /// Exit code for an invalid setting, the same as for clap's own errors.
 const EXIT_USAGE: u8 = 2;
@@ -54,7 +55,7 @@ pub fn run() -> ExitCode {
         }
         Role::Demo(args) => on_runtime(format, None, demo::run(args)),
         Role::Worker(args) => computing(format, args.threads, || on_runtime(format, Some(2), worker::run(args))),
-        Role::Probe(args) => computing(format, args.threads, || on_runtime(format, Some(2), prober::run(args))),
+        Role::Preflight(args) => computing(format, args.threads, || on_runtime(format, Some(2), preflight::run(args))),
         Role::Generator(args) => computing(format, args.threads, || {
             generator::run(&args).unwrap_or_else(|error| exit_failure(format, &error))
         }),
@@ -175,7 +176,8 @@ fn by_crate(filter: &str) -> String {
             "files" => format!("rlood_store::files{rest}"),
             "reward" => format!("rlood_rewards{rest}"),
             "engine" => format!("rlood_engine{rest}"),
-            "worker" | "prober" | "generator" => format!("rlood_worker::{path}"),
+            "worker" | "generator" => format!("rlood_worker::{path}"),
+            "prober" => format!("rlood_worker::preflight{rest}"),
             "errand" => format!("rlood_worker::one_shot{rest}"),
             _ => directive.to_owned(),
         }
@@ -245,6 +247,7 @@ mod tests {
             ("info,rlood::store=debug", "info,rlood_store=debug"),
             ("rlood::store::claims=trace,warn", "rlood_store::claims=trace,warn"),
             ("rlood::worker[job]=debug", "rlood_worker::worker[job]=debug"),
+            ("rlood::prober=debug", "rlood_worker::preflight=debug"),
             ("rlood::reward_server=debug,rlood::reward", "rlood::reward_server=debug,rlood_rewards"),
         ];
         for (given, expected) in cases {

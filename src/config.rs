@@ -9,7 +9,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use rlood_worker::size::parse_size;
 
 pub use crate::protocol::HEARTBEAT_MS;
-pub use rlood_worker::args::{GRACE_S, ProbeArgs, WorkerArgs};
+pub use rlood_worker::args::{GRACE_S, OneShotArgs, WorkerArgs};
 pub use rlood_worker::device::{Device, machine_memory_bytes, machine_threads, process_memory_bytes};
 
 pub mod backup;
@@ -99,17 +99,17 @@ pub enum Command {
     /// code 1 when a setting is refused or not supported.
     Convert(ConvertArgs),
     /// Started by the server: run a preflight of the job on standard input, write a report to standard output.
-    #[command(hide = true)]
-    Probe(ProbeArgs),
+    #[command(name = "probe", hide = true)]
+    Preflight(OneShotArgs),
     /// Started by the server: complete the prompt on standard input, write a report to standard output.
     #[command(hide = true)]
-    Generator(ProbeArgs),
+    Generator(OneShotArgs),
     /// Started by the server: compare the models of the task on standard input, write result lines to standard output.
     #[command(hide = true)]
-    Judge(ProbeArgs),
+    Judge(OneShotArgs),
     /// Started by the server: export the checkpoint of the task on standard input, write result lines to standard output.
     #[command(hide = true)]
-    ExportCheckpoint(ProbeArgs),
+    ExportCheckpoint(OneShotArgs),
     /// Serve a reward model (a sequence-classification checkpoint) over HTTP: the reward contract v1, and OpenRLHF's remote reward
     /// model at the same address.
     RewardServer(RewardServerArgs),

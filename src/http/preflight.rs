@@ -8,8 +8,8 @@ use super::error::{Code, Problem};
 use super::prompts::Prompts;
 use super::{reach, warm_start};
 use crate::one_shot::OneShotError;
-use crate::probe::verdict::verdict;
-use crate::probe::{ProbeError, ProbeReport, ProbeTask};
+use crate::preflight::verdict::verdict;
+use crate::preflight::{PreflightError, PreflightReport, PreflightTask};
 use crate::spec::{JobSpec, Resolution};
 use crate::store::StoreError;
 
@@ -57,7 +57,7 @@ pub(super) async fn run(
     resolution: &Resolution,
     train: Prompts,
     limits: Limits,
-) -> Result<ProbeReport, Problem> {
+) -> Result<PreflightReport, Problem> {
     let Some(preflights) = &state.preflights else {
         let detail = "this server starts no processes of its own, so it cannot run a preflight: validate the job without 'probe'";
         return Err(Problem::new(Code::NotImplemented, detail));
@@ -86,7 +86,7 @@ pub(super) async fn run(
         .map_err(Problem::internal)?
         .map_err(|error| Problem::internal(format!("the rows of a dataset cannot be read: {error}")))?;
     let limit = Duration::from_secs(limits.timeout_s.into());
-    let task = ProbeTask {
+    let task = PreflightTask {
         plan: plan.clone(),
         secrets: spec.secrets,
         allow_outgoing: reach::allow_outgoing(state).await?,
@@ -104,7 +104,7 @@ pub(super) async fn run(
         }
         Err(error) => {
             let error = Some(without_report(&error));
-            let mut report = ProbeReport { error, ..ProbeReport::default() };
+            let mut report = PreflightReport { error, ..PreflightReport::default() };
             report.verdict = verdict(&report, plan);
             report
         }
@@ -116,7 +116,7 @@ pub(super) async fn run(
 }
 
 /// Explains why the process of a preflight ended without a report.
-fn without_report(error: &OneShotError) -> ProbeError {
+fn without_report(error: &OneShotError) -> PreflightError {
     let message = match error {
         OneShotError::TimedOut(limit) => {
             format!("the preflight did not end within {} s and was killed", limit.as_secs())
@@ -132,7 +132,7 @@ fn without_report(error: &OneShotError) -> ProbeError {
         }
     };
     let code = if matches!(error, OneShotError::TimedOut(_)) { "probe_timeout" } else { "probe_failed" };
-    ProbeError { code: code.to_owned(), message }
+    PreflightError { code: code.to_owned(), message }
 }
 
 /// Returns `count` row numbers at even distances, or all if there are no more rows.

@@ -30,7 +30,7 @@ use crate::dataset::{Format, Summary};
 use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
-use crate::probe::ProbeReport;
+use crate::preflight::PreflightReport;
 use crate::spec::format::Format as DocumentFormat;
 use crate::spec::trl::{self, Remark};
 use crate::spec::{
@@ -345,7 +345,7 @@ pub struct Validation {
     /// Estimated memory and tokens; null if the job is not valid.
     estimate: Option<Estimate>,
     /// Report of the preflight; null if it was not requested or the job is not valid.
-    probe: Option<ProbeReport>,
+    probe: Option<PreflightReport>,
     /// `from=trl`: the translated job. Submit it unchanged once there are no errors. A JobSpec, except for missing fields.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]

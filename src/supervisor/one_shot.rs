@@ -19,7 +19,7 @@ use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY};
 use crate::export::{ExportLine, ExportTask};
 use crate::generation::{GenerationReport, GenerationTask};
 use crate::one_shot::{ChildLine, OneShotError};
-use crate::probe::{ProbeReport, ProbeTask};
+use crate::preflight::{PreflightReport, PreflightTask};
 use crate::verdict::{JudgeReport, JudgeTask, VerdictRow};
 
 /// Maximum size of a report, in bytes.
@@ -39,7 +39,7 @@ pub struct OneShot<Task: ?Sized, Report> {
 }
 
 /// Runs preflights: `rlood probe`.
-pub type Preflights = OneShot<ProbeTask, ProbeReport>;
+pub type Preflights = OneShot<PreflightTask, PreflightReport>;
 /// Generates completions with the base model and a checkpoint: `rlood generator`.
 pub type Generations = OneShot<GenerationTask, GenerationReport>;
 

@@ -28,7 +28,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "one_shot",
     "modelcard",
     "outgoing",
-    "probe",
+    "preflight",
     "protocol",
     "sample",
     "spec",
@@ -41,19 +41,7 @@ const OF_OTHER_CRATES: &[&str] = &[
 const ALLOWED: &[(&str, &[&str])] = &[
     (
         "command_line",
-        &[
-            "commands",
-            "demo",
-            "engine",
-            "exporter",
-            "generator",
-            "http",
-            "judge",
-            "prober",
-            "reward_server",
-            "serve",
-            "worker",
-        ],
+        &["commands", "demo", "engine", "exporter", "generator", "http", "judge", "reward_server", "serve", "worker"],
     ),
     ("supervisor", &[]),
     // The bundled model and data.

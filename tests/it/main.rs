@@ -57,7 +57,7 @@ mod overlap;
 mod owners;
 mod playground;
 mod preempt;
-mod probe;
+mod preflight;
 mod processes;
 mod protocol;
 mod python_rewards;

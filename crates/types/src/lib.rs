@@ -16,7 +16,7 @@ pub mod json;
 pub mod lifecycle;
 pub mod one_shot;
 pub mod outgoing;
-pub mod probe;
+pub mod preflight;
 pub mod protocol;
 pub mod sample;
 pub mod spec;

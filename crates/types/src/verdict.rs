@@ -17,7 +17,7 @@ use self::statistics::{Direction, FEWEST_ROWS, Method, paired, pass_at_k};
 use crate::event::FinishReason;
 use crate::id::JobId;
 use crate::one_shot::ChildLine;
-use crate::probe::verdict::{combined_range, range_of};
+use crate::preflight::verdict::{combined_range, range_of};
 use crate::spec::{Plan, RewardPlan, RewardSecrets};
 
 pub use crate::spec::VerdictSampling;

@@ -78,9 +78,9 @@ pub fn default_cache_dir(scratch_dir: Option<&Path>) -> PathBuf {
     }
 }
 
-/// Flags of `rlood probe` and `rlood generator`.
+/// Flags of the child processes that answer one request each, such as `rlood probe` and `rlood generator`.
 #[derive(Debug, Clone, Args)]
-pub struct ProbeArgs {
+pub struct OneShotArgs {
     /// Device to compute on: cpu or cuda:N.
     #[arg(long, default_value = "cpu", value_name = "DEVICE")]
     pub device: Device,

@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use crate::args::ProbeArgs;
+use crate::args::OneShotArgs;
 use crate::engine::error::EngineError;
 use crate::engine::merge::{MergeInput, MergedDtype, merge};
 use crate::export::{
@@ -21,7 +21,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 ///
 /// # Errors
 /// Fails when standard input has no valid task, or the report cannot be written to standard output.
-pub fn run(_args: &ProbeArgs) -> Result<ExitCode, OneShotError> {
+pub fn run(_args: &OneShotArgs) -> Result<ExitCode, OneShotError> {
     let task: ExportTask = one_shot::read_task()?;
     let report = match export(&task) {
         Ok(result) => ExportReport::Exported(result),

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use crate::args::ProbeArgs;
+use crate::args::OneShotArgs;
 use crate::engine::backend::BackendKind;
 use crate::engine::error::EngineError;
 use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
@@ -42,7 +42,7 @@ impl From<EngineError> for GenerateError {
 ///
 /// # Errors
 /// Fails when standard input has no valid task, or the report cannot be written to standard output.
-pub fn run(args: &ProbeArgs) -> Result<ExitCode, OneShotError> {
+pub fn run(args: &OneShotArgs) -> Result<ExitCode, OneShotError> {
     let begun = Instant::now();
     let task: GenerationTask = one_shot::read_task()?;
     let deadline = begun + Duration::from_millis(task.limit_ms);

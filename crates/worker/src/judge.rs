@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use crate::args::ProbeArgs;
+use crate::args::OneShotArgs;
 use crate::engine::advantage::{RewardWeight, combine_rewards};
 use crate::engine::backend::BackendKind;
 use crate::engine::error::EngineError;
@@ -48,7 +48,7 @@ const MAX_TEXT_BYTES: usize = 64 * 1024;
 ///
 /// # Errors
 /// Fails when standard input has no valid task, or the report cannot be written to standard output.
-pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
+pub async fn run(args: OneShotArgs) -> Result<ExitCode, OneShotError> {
     let task: JudgeTask = one_shot::read_task()?;
     let report = match judge(task, &args.device.to_string()).await {
         Ok(result) => JudgeReport::Judged(Box::new(result)),

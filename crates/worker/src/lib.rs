@@ -1,5 +1,5 @@
 //! Processes that compute for a server: the worker, which runs jobs on one device, and one-shot child processes that answer one
-//! request each ([`prober`], [`generator`], [`judge`], [`exporter`]). The worker communicates with the server
+//! request each ([`preflight`], [`generator`], [`judge`], [`exporter`]). The worker communicates with the server
 //! only through the worker protocol.
 
 pub mod args;
@@ -10,7 +10,7 @@ pub mod generator;
 pub mod judge;
 pub mod model_cache;
 pub mod one_shot;
-pub mod prober;
+pub mod preflight;
 pub mod reward_model;
 pub mod size;
 pub mod worker;
@@ -19,6 +19,6 @@ use rlood_engine as engine;
 use rlood_model_files as modelcard;
 use rlood_rewards as reward;
 use rlood_types::{
-    callback, causes, digest, doctor, event, export, failpoint, generation, id, job, outgoing, probe, protocol, sample,
-    spec, verdict,
+    callback, causes, digest, doctor, event, export, failpoint, generation, id, job, outgoing, protocol, sample, spec,
+    verdict,
 };

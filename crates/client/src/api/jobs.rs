@@ -9,7 +9,7 @@ use rlood_types::doctor::{Observation, OnAlert, PhaseChange, Rule, Severity};
 use rlood_types::event::Phase;
 use rlood_types::id::{CheckpointId, JobId};
 use rlood_types::job::{EndingCode, Failure, Requested, RetryFrom, State};
-use rlood_types::probe::ProbeReport;
+use rlood_types::preflight::PreflightReport;
 use rlood_types::spec::format::Format;
 use rlood_types::spec::trl::Remark;
 use rlood_types::spec::{Estimate, FieldError, Warning};
@@ -186,7 +186,7 @@ pub struct Validation {
     /// Estimated memory and tokens of the run.
     pub estimate: Option<Estimate>,
     /// The result of the preflight.
-    pub probe: Option<ProbeReport>,
+    pub probe: Option<PreflightReport>,
     /// The job that a TRL configuration was translated to.
     pub spec: Option<Value>,
     /// Keys of a TRL configuration that request something unsupported.

@@ -3,19 +3,20 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::{MAX_WARNINGS, Probe};
+use rlood_types::preflight::{Observed, PreflightError, PreflightSample, StepSeconds};
+
+use super::{MAX_WARNINGS, Preflight};
 use crate::engine::advantage::{RewardWeight, combine_rewards};
 use crate::engine::host::{Host, RunEnd, SavedCheckpoint, ScoreRequest, StopReason};
 use crate::event::{Event, Metrics, Phase};
 use crate::id::JobId;
 use crate::job::Failure;
-use crate::probe::{Observed, ProbeError, ProbedSample, StepSeconds};
 use crate::reward::JobContext;
 use crate::sample::{RewardSample, RolloutPart, Score};
 
 /// One run of the training loop in a preflight, as recorded.
-pub(super) struct ProbeRun<'p> {
-    pub(super) probe: &'p Probe,
+pub(super) struct PreflightRun<'p> {
+    pub(super) preflight: &'p Preflight,
     pub(super) prompts_per_step: usize,
     pub(super) steps: usize,
     pub(super) begun: Instant,
@@ -35,13 +36,13 @@ pub(super) struct ProbeRun<'p> {
     pub(super) step_s: f64,
     pub(super) trained_steps: usize,
     pub(super) warnings: Vec<String>,
-    pub(super) error: Option<ProbeError>,
+    pub(super) error: Option<PreflightError>,
 }
 
-impl<'p> ProbeRun<'p> {
-    pub(super) fn new(probe: &'p Probe, prompts_per_step: usize, steps: usize) -> Self {
+impl<'p> PreflightRun<'p> {
+    pub(super) fn new(preflight: &'p Preflight, prompts_per_step: usize, steps: usize) -> Self {
         Self {
-            probe,
+            preflight,
             prompts_per_step,
             steps,
             begun: Instant::now(),
@@ -76,7 +77,7 @@ impl<'p> ProbeRun<'p> {
         if self.scored_steps == 0 {
             return None;
         }
-        let plan = &self.probe.plan;
+        let plan = &self.preflight.plan;
         let growth = f64::from(plan.training.prompts_per_step) / self.prompts_per_step as f64;
         let iterations = f64::from(plan.rloo.num_iterations.max(1));
         let (scored, trained) = (self.scored_steps as f64, self.trained_steps as f64);
@@ -96,17 +97,17 @@ impl<'p> ProbeRun<'p> {
     /// Replaces a sample's row index among the preflight's rows by the row's index in the dataset.
     pub(super) fn with_dataset_index(&self, sample: &RewardSample) -> RewardSample {
         let row = sample.prompt_id.strip_prefix("row_").and_then(|row| row.parse::<usize>().ok());
-        let number = row.and_then(|row| self.probe.numbers.get(row)).copied().unwrap_or_default();
-        let source = self.probe.plan.dataset.source_of(number).map(str::to_owned);
+        let number = row.and_then(|row| self.preflight.numbers.get(row)).copied().unwrap_or_default();
+        let source = self.preflight.plan.dataset.source_of(number).map(str::to_owned);
         RewardSample { prompt_id: format!("row_{number}"), source, ..sample.clone() }
     }
 
     pub(super) fn observe(&mut self, samples: Vec<RewardSample>, scores: &[Score]) {
-        let plan = &self.probe.plan;
+        let plan = &self.preflight.plan;
         let weights = RewardWeight::of_plan(&plan.rewards);
         for (sample, score) in samples.into_iter().zip(scores) {
             let named = plan.rewards.iter().zip(&score.values);
-            let sample = ProbedSample {
+            let sample = PreflightSample {
                 prompt_id: sample.prompt_id,
                 prompt: sample.prompt,
                 completion: sample.completion,
@@ -134,18 +135,18 @@ impl<'p> ProbeRun<'p> {
     }
 }
 
-impl Host for ProbeRun<'_> {
+impl Host for PreflightRun<'_> {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
         let asked = Instant::now();
         let samples: Vec<RewardSample> = request.samples.iter().map(|sample| self.with_dataset_index(sample)).collect();
         let generate_s = self.rollout_began.map_or(0.0, |began| asked.duration_since(began).as_secs_f64());
         let job = JobContext { job: JobId::new(), rollout: request.id, probe: true };
         // The rewards get at least 100 ms, so that built-in ones can answer even after the preflight's time limit.
-        let left = self.probe.deadline.saturating_duration_since(asked).max(Duration::from_millis(100));
+        let left = self.preflight.deadline.saturating_duration_since(asked).max(Duration::from_millis(100));
         let scored = self
-            .probe
+            .preflight
             .runtime
-            .block_on(async { tokio::time::timeout(left, self.probe.rewards.score(&job, &samples)).await });
+            .block_on(async { tokio::time::timeout(left, self.preflight.rewards.score(&job, &samples)).await });
         let scored = match scored {
             Ok(Ok(scored)) => scored,
             Ok(Err(failure)) => return Err(failure.to_failure(request.id.step).into()),
@@ -204,7 +205,7 @@ impl Host for ProbeRun<'_> {
     }
 
     fn stop(&self) -> Option<StopReason> {
-        (Instant::now() >= self.probe.deadline).then_some(StopReason::Cancel)
+        (Instant::now() >= self.preflight.deadline).then_some(StopReason::Cancel)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Preflight: a short test of a job's base model, prompts and rewards before the job is submitted.
 //!
-//! The server passes a [`ProbeTask`] to a child process (`crate::prober`), which samples the base model on some prompts,
-//! calls the rewards, times a step and answers with a [`ProbeReport`]. [`verdict::verdict`], a pure function with
+//! The server passes a [`PreflightTask`] to a child process (`rlood_worker::preflight`), which samples the base model on some
+//! prompts, calls the rewards, times a step and answers with a [`PreflightReport`]. [`verdict::verdict`], a pure function with
 //! documented thresholds, interprets the figures.
 
 pub mod verdict;
@@ -20,7 +20,7 @@ use crate::spec::{Plan, RewardSecrets};
 
 /// The task of a preflight process, sent to its standard input as one line of JSON.
 #[derive(Serialize, Deserialize)]
-pub struct ProbeTask {
+pub struct PreflightTask {
     /// The job's resolved plan.
     pub plan: Plan,
     /// Secrets of the rewards, by reward name.
@@ -42,12 +42,13 @@ pub struct ProbeTask {
 
 /// The result of a preflight. Figures that were not measured are null.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct ProbeReport {
+#[schema(as = ProbeReport)]
+pub struct PreflightReport {
     /// Whether everything was measured. If false, the time limit or a failure ended the preflight early, and the figures cover what
     /// was done by then.
     pub complete: bool,
     /// The failure that ended the preflight early; null = none, or the time limit was reached.
-    pub error: Option<ProbeError>,
+    pub error: Option<PreflightError>,
     /// Number of prompts that were sampled and scored, spread over the dataset.
     pub prompts: u64,
     /// Number of completions that were sampled and scored.
@@ -60,7 +61,7 @@ pub struct ProbeReport {
     /// services declare it in the `range` of their answer to `reward.ping`.
     pub reward_range: Option<(f64, f64)>,
     /// Results of each reward, by the reward's name.
-    pub rewards: BTreeMap<String, ProbedReward>,
+    pub rewards: BTreeMap<String, PreflightReward>,
     /// Fraction of completions without a reward to train on.
     pub missing_fraction: Option<f64>,
     /// Fraction of groups whose rewards are all equal. Such groups train nothing.
@@ -90,7 +91,7 @@ pub struct ProbeReport {
     /// Free space on the server's disk, in bytes.
     pub free_disk_bytes: Option<u64>,
     /// Some of the sampled completions, as examples.
-    pub samples: Vec<ProbedSample>,
+    pub samples: Vec<PreflightSample>,
     /// Warnings from the rewards.
     pub warnings: Vec<String>,
     /// Conclusions from the figures, and what to do; never empty.
@@ -99,7 +100,8 @@ pub struct ProbeReport {
 
 /// Why a preflight ended early.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct ProbeError {
+#[schema(as = ProbeError)]
+pub struct PreflightError {
     /// Stable error code in snake_case.
     pub code: String,
     /// Human-readable message in English.
@@ -108,7 +110,8 @@ pub struct ProbeError {
 
 /// Preflight results for one reward.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct ProbedReward {
+#[schema(as = ProbedReward)]
+pub struct PreflightReward {
     /// Mean over the completions that have a value.
     pub mean: Option<f64>,
     /// Sample standard deviation over the completions that have a value.
@@ -137,7 +140,8 @@ pub struct StepSeconds {
 
 /// One completion of a preflight.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct ProbedSample {
+#[schema(as = ProbedSample)]
+pub struct PreflightSample {
     /// Dataset row of the prompt: `row_N`, with N counted from 0.
     pub prompt_id: String,
     /// The prompt as text, as the model saw it.
@@ -197,10 +201,10 @@ pub struct Observed {
     /// Value of each reward, in the plan's order.
     pub values: Vec<RewardValue>,
     /// The completion as shown in the report.
-    pub sample: ProbedSample,
+    pub sample: PreflightSample,
 }
 
-impl ProbeReport {
+impl PreflightReport {
     /// Computes the preflight's figures from the completions, in groups of `num_generations`.
     pub fn observe(&mut self, reward_names: &[String], num_generations: NonZeroUsize, observed: &[Observed]) {
         let groups: Vec<&[Observed]> = observed.chunks(num_generations.get()).collect();
@@ -263,7 +267,7 @@ mod tests {
     use super::*;
 
     fn observed(text: &str, reward: Option<f64>, finish_reason: FinishReason) -> Observed {
-        let sample = ProbedSample {
+        let sample = PreflightSample {
             prompt_id: "row_0".into(),
             prompt: "p".into(),
             completion: text.into(),
@@ -288,7 +292,7 @@ mod tests {
             observed("abcd", None, Length),
             observed("ab", Some(1.0), Stop),
         ];
-        let mut report = ProbeReport::default();
+        let mut report = PreflightReport::default();
         report.observe(&["r".to_owned()], NonZeroUsize::new(2).unwrap(), &all);
         assert_eq!((report.prompts, report.completions), (4, 8));
         assert_eq!(report.reward, Some(4.0 / 7.0));
@@ -302,7 +306,7 @@ mod tests {
 
     #[test]
     fn nothing_gives_no_figures() {
-        let mut report = ProbeReport::default();
+        let mut report = PreflightReport::default();
         report.observe(&["r".to_owned()], NonZeroUsize::new(4).unwrap(), &[]);
         assert_eq!((report.reward, report.tied_groups_fraction, report.rewards["r"].mean), (None, None, None));
         assert_eq!((median(vec![]), median(vec![3.0, 1.0, 2.0]), median(vec![2.0, 1.0])), (None, Some(2.0), Some(1.0)));

@@ -4,7 +4,7 @@
 //! The preflight runs the engine's training loop with a learning rate of 0, so that its measurements apply to the job. It first
 //! runs one prompt to measure the time, then as many at once as a step of the job has and the time limit allows.
 
-mod probe_run;
+mod host;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,11 +12,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use self::probe_run::ProbeRun;
+use self::host::PreflightRun;
+use rlood_types::preflight::verdict::{combined_range, range_of, verdict};
+use rlood_types::preflight::{Observed, PreflightError, PreflightReport, PreflightSample, PreflightTask, median};
 use serde_json::Value;
 use tokio::runtime::Handle;
 
-use crate::args::ProbeArgs;
+use crate::args::OneShotArgs;
 use crate::device::Device;
 use crate::doctor::OnAlert;
 use crate::engine;
@@ -29,8 +31,6 @@ use crate::engine::rollout::num_generations;
 use crate::modelcard;
 use crate::one_shot::{self, OneShotError, error_text};
 use crate::outgoing::OutgoingPolicy;
-use crate::probe::verdict::{combined_range, range_of, verdict};
-use crate::probe::{Observed, ProbeError, ProbeReport, ProbeTask, ProbedSample, median};
 use crate::reward::Rewards;
 use crate::reward::webhook::Webhook;
 use crate::reward_model::LocalRewardModels;
@@ -55,15 +55,15 @@ const PING_TIMEOUT: Duration = Duration::from_secs(5);
 ///
 /// # Errors
 /// Fails when standard input has no valid task, or the report cannot be written to standard output.
-pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
+pub async fn run(args: OneShotArgs) -> Result<ExitCode, OneShotError> {
     let begun = Instant::now();
-    let task: ProbeTask = one_shot::read_task()?;
+    let task: PreflightTask = one_shot::read_task()?;
     let plan = task.plan.clone();
     let card = modelcard::read(&task.model_dir);
     let deadline = begun + Duration::from_millis(task.limit_ms);
     let mut report = match measure(task, &args.device.to_string(), deadline).await {
         Ok(report) => report,
-        Err(error) => ProbeReport { error: Some(error), ..ProbeReport::default() },
+        Err(error) => PreflightReport { error: Some(error), ..PreflightReport::default() },
     };
     report.peak_memory_bytes = peak_resident_bytes();
     report.isa = isa_name(args.device, plan.training.dtype);
@@ -80,12 +80,13 @@ fn isa_name(device: Device, dtype: ComputeDtype) -> Option<String> {
     Some(isa.name().to_owned())
 }
 
-fn failed(code: &str, message: impl std::fmt::Display) -> ProbeError {
-    ProbeError { code: code.to_owned(), message: message.to_string() }
+fn failed(code: &str, message: impl std::fmt::Display) -> PreflightError {
+    PreflightError { code: code.to_owned(), message: message.to_string() }
 }
 
-async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<ProbeReport, ProbeError> {
-    let ProbeTask { plan, secrets, allow_outgoing, model_dir, reward_models, initial, mut rows, limit_ms: _ } = task;
+async fn measure(task: PreflightTask, device: &str, deadline: Instant) -> Result<PreflightReport, PreflightError> {
+    let PreflightTask { plan, secrets, allow_outgoing, model_dir, reward_models, initial, mut rows, limit_ms: _ } =
+        task;
     // The dataset's rows are shuffled, so that the part that fits into the preflight's time limit represents the whole dataset.
     let order = Key::new(plan.training.seed, Stream::Probe);
     rows.sort_by_key(|(row, _)| order.with(*row).bits());
@@ -101,7 +102,7 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
     let ping_timeout = PING_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()) / 6);
     let (ranges, remarks): (Vec<_>, Vec<_>) =
         ping_services(&limited, &secrets, &policy, ping_timeout).await.into_iter().unzip();
-    let probe = Probe {
+    let preflight = Preflight {
         runtime: Handle::current(),
         plan,
         rewards,
@@ -119,7 +120,7 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
         .stack_size(ENGINE_STACK_BYTES)
         .spawn(move || {
             // Sending the report fails only during shutdown, when the receiver is dropped.
-            let _ = sender.send(probe.run());
+            let _ = sender.send(preflight.run());
         })
         .map_err(|error| failed("thread", error))?;
     let mut report =
@@ -182,7 +183,7 @@ async fn ping_services(
 }
 
 /// Inputs of a preflight that move to the engine's thread.
-struct Probe {
+struct Preflight {
     runtime: Handle,
     plan: Plan,
     rewards: Rewards,
@@ -196,10 +197,10 @@ struct Probe {
     deadline: Instant,
 }
 
-impl Probe {
+impl Preflight {
     /// Runs the preflight: one prompt first, then all prompts in batches of the job's size or of the size that
     /// the time limit allows.
-    fn run(&self) -> ProbeReport {
+    fn run(&self) -> PreflightReport {
         let asked = self.prompts.len();
         let batch = (self.plan.training.prompts_per_step as usize).clamp(1, asked.max(1));
         let first = self.run_steps(1, 1);
@@ -225,10 +226,10 @@ impl Probe {
     }
 
     /// Runs `steps` steps of the job's training loop with `prompts_per_step` prompts each, without learning.
-    fn run_steps(&self, prompts_per_step: usize, steps: usize) -> ProbeRun<'_> {
+    fn run_steps(&self, prompts_per_step: usize, steps: usize) -> PreflightRun<'_> {
         let plan = self.plan_of_run(prompts_per_step, steps);
         let used = (prompts_per_step * steps).min(self.prompts.len());
-        let mut run = ProbeRun::new(self, prompts_per_step, steps);
+        let mut run = PreflightRun::new(self, prompts_per_step, steps);
         let input = TrainInput {
             plan: &plan,
             model_dir: &self.model_dir,
@@ -243,7 +244,7 @@ impl Probe {
             backend: None,
         };
         if let Err(RunEnd::Failed(error)) = engine::train(input, &mut run) {
-            run.error = Some(probe_error(&error));
+            run.error = Some(preflight_error(&error));
         }
         run
     }
@@ -275,9 +276,9 @@ impl Probe {
         plan
     }
 
-    fn report(&self, run: &ProbeRun<'_>, error: Option<ProbeError>) -> ProbeReport {
+    fn report(&self, run: &PreflightRun<'_>, error: Option<PreflightError>) -> PreflightReport {
         let names: Vec<String> = self.plan.rewards.iter().map(|reward| reward.name.clone()).collect();
-        let mut report = ProbeReport { error, warnings: run.warnings.clone(), ..ProbeReport::default() };
+        let mut report = PreflightReport { error, warnings: run.warnings.clone(), ..PreflightReport::default() };
         report.observe(&names, num_generations(&self.plan), &run.observed);
         for (name, latencies) in &run.latencies {
             let reward = report.rewards.entry(name.clone()).or_default();
@@ -293,7 +294,7 @@ impl Probe {
 }
 
 /// Returns `count` of the scored completions at even distances, with long texts truncated.
-fn pick(observed: &[Observed], count: usize) -> Vec<ProbedSample> {
+fn pick(observed: &[Observed], count: usize) -> Vec<PreflightSample> {
     let count = count.min(observed.len());
     let cut = |text: &str| match text.char_indices().nth(MAX_SAMPLE_CHARS) {
         Some((end, _)) => format!("{}…", &text[..end]),
@@ -301,13 +302,13 @@ fn pick(observed: &[Observed], count: usize) -> Vec<ProbedSample> {
     };
     let sample = |index: usize| {
         let sample = &observed[index * observed.len() / count].sample;
-        ProbedSample { prompt: cut(&sample.prompt), completion: cut(&sample.completion), ..sample.clone() }
+        PreflightSample { prompt: cut(&sample.prompt), completion: cut(&sample.completion), ..sample.clone() }
     };
     (0..count).map(sample).collect()
 }
 
 /// Converts an error of the engine into an error of the preflight's report.
-fn probe_error(error: &EngineError) -> ProbeError {
+fn preflight_error(error: &EngineError) -> PreflightError {
     let code = match error {
         EngineError::Host(failure) => failure.code.as_str(),
         EngineError::ModelNotFinite { .. } => "model_not_finite",

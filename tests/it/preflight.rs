@@ -93,21 +93,21 @@ async fn server(dir: &tempfile::TempDir) -> Server {
     server
 }
 
-async fn probe(server: &Server, query: &str, job: &Value) -> Value {
+async fn preflight(server: &Server, query: &str, job: &Value) -> Value {
     let answer = server.post(&format!("/jobs/validate?probe=true{query}"), job).await;
     assert_eq!(answer["valid"], true, "{answer}");
     answer["probe"].clone()
 }
 
-fn codes(probe: &Value) -> Vec<&str> {
-    probe["verdict"].as_array().unwrap().iter().map(|finding| finding["code"].as_str().unwrap()).collect()
+fn codes(report: &Value) -> Vec<&str> {
+    report["verdict"].as_array().unwrap().iter().map(|finding| finding["code"].as_str().unwrap()).collect()
 }
 
 #[tokio::test]
-async fn a_probe_measures_the_job_and_says_that_it_is_ready() {
+async fn a_preflight_measures_the_job_and_says_that_it_is_ready() {
     let dir = tempfile::tempdir().unwrap();
     let (server, grader) = (server(&dir).await, Grader::start(Duration::ZERO).await);
-    let found = probe(&server, "&probe_prompts=8", &job(webhook(&grader.url))).await;
+    let found = preflight(&server, "&probe_prompts=8", &job(webhook(&grader.url))).await;
     assert_eq!((&found["complete"], &found["error"]), (&json!(true), &Value::Null), "{found}");
     assert_eq!((&found["prompts"], &found["completions"]), (&json!(8), &json!(32)));
     assert_eq!(found["reward_range"], json!([0.0, 1.0]));
@@ -141,7 +141,7 @@ async fn a_probe_measures_the_job_and_says_that_it_is_ready() {
     assert_eq!(rows, ["row_0", "row_16", "row_24", "row_32", "row_40", "row_48", "row_56", "row_8"]);
 
     // The same seed gives the same completions; nothing was stored.
-    let again = probe(&server, "&probe_prompts=8", &job(webhook(&grader.url))).await;
+    let again = preflight(&server, "&probe_prompts=8", &job(webhook(&grader.url))).await;
     assert_eq!(again["samples"], found["samples"]);
     assert_eq!(server.get("/jobs").await["data"], json!([]));
     assert_eq!(server.get("/datasets").await["data"], json!([]));
@@ -152,20 +152,20 @@ async fn the_verdict_names_what_stands_against_a_job() {
     let dir = tempfile::tempdir().unwrap();
     let server = server(&dir).await;
     let mut never = job(json!([{"type": "regex", "pattern": "zebra"}]));
-    let found = probe(&server, "", &never).await;
+    let found = preflight(&server, "", &never).await;
     assert_eq!(codes(&found)[0], "sft_first", "{found}");
     never["rewards"] = json!([{"type": "regex", "pattern": "."}]);
-    let found = probe(&server, "", &never).await;
+    let found = preflight(&server, "", &never).await;
     assert_eq!(codes(&found)[0], "nothing_to_learn", "{found}");
 
     let mut cold = job(json!([{"type": "exact_match", "column": "answer"}]));
     cold["sampling"]["temperature"] = json!(0.01);
-    let found = probe(&server, "", &cold).await;
+    let found = preflight(&server, "", &cold).await;
     assert!(codes(&found).contains(&"raise_temperature"), "{found}");
 
     let mut short = job(json!([{"type": "number_match", "column": "answer"}]));
     short["sampling"]["max_completion_length"] = json!(1);
-    let found = probe(&server, "", &short).await;
+    let found = preflight(&server, "", &short).await;
     assert_eq!(found["truncated_fraction"], 1.0, "{found}");
     assert!(codes(&found).contains(&"raise_max_completion_length"), "{found}");
 
@@ -173,7 +173,7 @@ async fn the_verdict_names_what_stands_against_a_job() {
     let slow = Grader::start(Duration::from_secs(6)).await;
     let mut slowly = job(webhook(&slow.url));
     slowly["training"]["prompts_per_step"] = json!(2);
-    let found = probe(&server, "&probe_prompts=2", &slowly).await;
+    let found = preflight(&server, "&probe_prompts=2", &slowly).await;
     assert!(codes(&found).contains(&"reward_is_the_bottleneck"), "{found}");
     assert!(found["rewards"]["grader"]["latency_p50_s"].as_f64().unwrap() >= 6.0);
 }
@@ -182,7 +182,7 @@ async fn the_verdict_names_what_stands_against_a_job() {
 async fn a_reward_service_that_is_down_or_hangs_is_the_verdict_and_ends_in_time() {
     let dir = tempfile::tempdir().unwrap();
     let server = server(&dir).await;
-    let found = probe(&server, "", &job(webhook("http://127.0.0.1:9/score"))).await;
+    let found = preflight(&server, "", &job(webhook("http://127.0.0.1:9/score"))).await;
     assert_eq!(codes(&found), ["reward_not_usable"], "{found}");
     assert!(found["verdict"][0]["detail"].as_str().unwrap().contains("refused"), "{found}");
     assert_eq!(found["missing_fraction"], 1.0);
@@ -190,14 +190,14 @@ async fn a_reward_service_that_is_down_or_hangs_is_the_verdict_and_ends_in_time(
     let hanging = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}/score", hanging.local_addr().unwrap());
     let begun = Instant::now();
-    let found = probe(&server, "&probe_timeout_s=20", &job(webhook(&url))).await;
+    let found = preflight(&server, "&probe_timeout_s=20", &job(webhook(&url))).await;
     assert!(begun.elapsed() < Duration::from_secs(40), "{:?}", begun.elapsed());
     assert_eq!((codes(&found), &found["complete"]), (vec!["reward_not_usable"], &json!(false)), "{found}");
     assert!(found["verdict"][0]["detail"].as_str().unwrap().contains("no answer within"), "{found}");
 }
 
 #[tokio::test]
-async fn one_probe_runs_at_a_time_and_ends_with_its_client() {
+async fn one_preflight_runs_at_a_time_and_ends_with_its_client() {
     let dir = tempfile::tempdir().unwrap();
     let server = server(&dir).await;
     let slow = Grader::start(Duration::from_secs(600)).await;
@@ -244,7 +244,7 @@ async fn a_model_that_cannot_be_trained_is_the_verdict_too() {
     register(&server, "broken", &broken).await;
     let mut spec = job(json!([{"type": "exact_match", "column": "answer"}]));
     spec["model"] = json!("broken");
-    let found = probe(&server, "", &spec).await;
+    let found = preflight(&server, "", &spec).await;
     assert_eq!((codes(&found), &found["error"]["code"]), (vec!["not_measured"], &json!("model_not_finite")), "{found}");
     assert!(found["verdict"][0]["detail"].as_str().unwrap().contains("NaN"), "{found}");
     // An invalid job gets no preflight.

@@ -1,6 +1,6 @@
 //! Interprets the figures of a preflight. The thresholds are rules of thumb for when a job usually wastes its time.
 
-use super::{Finding, FindingCode, ProbeReport};
+use super::{Finding, FindingCode, PreflightReport};
 use crate::spec::{Plan, RewardPlan, low_lora_rate};
 
 /// Fraction of missing values above which a required reward cannot be trained on. A running job warns at the same fraction.
@@ -35,7 +35,7 @@ pub fn combined_range(rewards: &[RewardPlan], ranges: &[Option<(f64, f64)>]) -> 
 }
 
 /// Returns all problems of the job, worst first; only `ready` if there are none.
-pub fn verdict(report: &ProbeReport, plan: &Plan) -> Vec<Finding> {
+pub fn verdict(report: &PreflightReport, plan: &Plan) -> Vec<Finding> {
     let rules = [not_measured, reward_not_usable];
     if let Some(finding) = rules.iter().find_map(|rule| rule(report, plan)) {
         return vec![finding];
@@ -74,7 +74,7 @@ fn percent(fraction: f64) -> String {
     format!("{:.0} %", fraction * 100.0)
 }
 
-fn not_measured(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
+fn not_measured(report: &PreflightReport, plan: &Plan) -> Option<Finding> {
     if report.completions > 0 {
         return None;
     }
@@ -95,7 +95,7 @@ fn not_measured(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     })
 }
 
-fn reward_not_usable(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
+fn reward_not_usable(report: &PreflightReport, plan: &Plan) -> Option<Finding> {
     let missing = |reward: &&RewardPlan| {
         let probed = report.rewards.get(&reward.name);
         reward.required && probed.and_then(|probed| probed.missing_fraction).is_some_and(|part| part > MISSING_FRACTION)
@@ -110,13 +110,13 @@ fn reward_not_usable(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     Some(finding(FindingCode::RewardNotUsable, detail, fix))
 }
 
-fn low_rate(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
+fn low_rate(report: &PreflightReport, plan: &Plan) -> Option<Finding> {
     let (detail, fix) = low_lora_rate(plan.lora.as_ref()?, report.hidden_size?, plan.optimizer.learning_rate)?;
     Some(finding(FindingCode::LearningRateLowForLora, detail, fix))
 }
 
 /// Checks for a mean reward at the lowest or the highest end of its range.
-fn level(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
+fn level(report: &PreflightReport, plan: &Plan) -> Option<Finding> {
     let reward = report.reward?;
     let constant = report.reward_std == Some(0.0);
     // Without a known range, only a constant reward is conclusive: a model that never scores gets 0 or less.
@@ -164,7 +164,7 @@ fn level(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     ))
 }
 
-fn ties(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
+fn ties(report: &PreflightReport, plan: &Plan) -> Option<Finding> {
     let tied = report.tied_groups_fraction.filter(|tied| *tied > TIED_FRACTION)?;
     let identical = report.identical_groups_fraction.unwrap_or(0.0);
     if identical / tied >= IDENTICAL_FRACTION {
@@ -195,7 +195,7 @@ fn ties(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     ))
 }
 
-fn truncation(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
+fn truncation(report: &PreflightReport, plan: &Plan) -> Option<Finding> {
     let truncated = report.truncated_fraction.filter(|truncated| *truncated > TRUNCATED_FRACTION)?;
     let limit = plan.sampling.max_completion_length;
     Some(finding(
@@ -208,7 +208,7 @@ fn truncation(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     ))
 }
 
-fn bottleneck(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
+fn bottleneck(report: &PreflightReport, plan: &Plan) -> Option<Finding> {
     let seconds = report.step_seconds?;
     let total = seconds.total.unwrap_or(seconds.generate + seconds.reward);
     if seconds.reward < REWARD_SECONDS || seconds.reward / total <= REWARD_TIME_FRACTION {
@@ -241,7 +241,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::probe::{ProbeError, ProbedReward, StepSeconds};
+    use crate::preflight::{PreflightError, PreflightReward, StepSeconds};
 
     fn reward(value: serde_json::Value) -> RewardPlan {
         serde_json::from_value(value).unwrap()
@@ -265,25 +265,28 @@ mod tests {
     }
 
     /// Returns a test report without problems.
-    fn good() -> ProbeReport {
-        ProbeReport {
+    fn good() -> PreflightReport {
+        PreflightReport {
             complete: true,
             prompts: 8,
             completions: 32,
             reward: Some(0.4),
             reward_std: Some(0.5),
             reward_range: Some((0.0, 1.0)),
-            rewards: BTreeMap::from([("r".into(), ProbedReward { missing_fraction: Some(0.0), ..Default::default() })]),
+            rewards: BTreeMap::from([(
+                "r".into(),
+                PreflightReward { missing_fraction: Some(0.0), ..Default::default() },
+            )]),
             missing_fraction: Some(0.0),
             tied_groups_fraction: Some(0.25),
             identical_groups_fraction: Some(0.125),
             truncated_fraction: Some(0.1),
             step_seconds: Some(StepSeconds { generate: 2.0, reward: 0.1, train: Some(1.0), total: Some(3.1) }),
-            ..ProbeReport::default()
+            ..PreflightReport::default()
         }
     }
 
-    fn codes(change: impl FnOnce(&mut ProbeReport)) -> Vec<FindingCode> {
+    fn codes(change: impl FnOnce(&mut PreflightReport)) -> Vec<FindingCode> {
         let mut report = good();
         change(&mut report);
         verdict(&report, &plan()).into_iter().map(|finding| finding.code).collect()
@@ -300,7 +303,7 @@ mod tests {
         assert_eq!(codes(|report| report.reward = Some(FLOOR)), [FindingCode::SftFirst]);
         assert_eq!(codes(|report| report.reward = Some(FLOOR + 0.02)), [FindingCode::Ready]);
         // Without a range, a constant reward is conclusive, and one that varies is not.
-        let constant = |report: &mut ProbeReport, reward| {
+        let constant = |report: &mut PreflightReport, reward| {
             (report.reward_range, report.reward, report.reward_std) = (None, Some(reward), Some(0.0));
         };
         assert_eq!(codes(|report| constant(report, -1.0)), [FindingCode::SftFirst]);
@@ -314,7 +317,7 @@ mod tests {
         assert_eq!(codes(|report| report.reward = Some(CEILING)), [FindingCode::NothingToLearn]);
         assert_eq!(codes(|report| report.reward = Some(CEILING - 0.01)), [FindingCode::Ready]);
         // A model with the highest reward everywhere has ties for that reason, and not because of the sampling.
-        let all = |report: &mut ProbeReport| {
+        let all = |report: &mut PreflightReport| {
             report.reward = Some(1.0);
             (report.tied_groups_fraction, report.identical_groups_fraction) = (Some(1.0), Some(1.0));
         };
@@ -359,7 +362,7 @@ mod tests {
         assert_eq!(step(3.1, Some(1.0)), [FindingCode::RewardIsTheBottleneck]);
         assert_eq!(step(2.9, Some(1.0)), [FindingCode::Ready]);
         assert_eq!(step(2.1, None), [FindingCode::RewardIsTheBottleneck]);
-        let quick = |report: &mut ProbeReport| {
+        let quick = |report: &mut PreflightReport| {
             let reward = REWARD_SECONDS - 0.01;
             report.step_seconds = Some(StepSeconds { generate: 0.01, reward, train: None, total: None });
         };
@@ -380,8 +383,8 @@ mod tests {
 
     #[test]
     fn an_unmeasured_preflight_reports_its_reason() {
-        let error = ProbeError { code: "model_invalid".into(), message: "the model cannot be used".into() };
-        let mut report = ProbeReport::default();
+        let error = PreflightError { code: "model_invalid".into(), message: "the model cannot be used".into() };
+        let mut report = PreflightReport::default();
         assert!(verdict(&report, &plan())[0].detail.contains("time limit"));
         report.error = Some(error);
         let findings = verdict(&report, &plan());
