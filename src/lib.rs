@@ -10,7 +10,7 @@
 //! | [`listen`] [`bundle`] [`config`] | the accept loop of a server; the bundled model; the command line |
 //! | `rlood-cli` | the commands that talk to a server, over the public API alone |
 //! | `rlood-client` | a typed client of the public API; independent of the server |
-//! | `rlood-worker`: [`worker`] [`preflight`](rlood_worker::preflight) [`generator`] [`judge`] [`exporter`] [`reward_model`] | the processes that compute |
+//! | `rlood-worker`: [`worker`] [`preflight`](rlood_worker::preflight) [`generate`](rlood_worker::generate) [`judge`] [`exporter`] [`reward_model`] | the processes that compute |
 //! | `rlood-store`: [`store`] [`files`] | the database and the data directory |
 //! | `rlood-rewards`: [`reward`] | all rewards; asynchronous |
 //! | `rlood-data`: [`data`] | reads and maps files of rows; blocking |
@@ -18,7 +18,7 @@
 //! | `rlood-engine`: [`engine`] | the training loop; synchronous, works on token ids, independent of jobs and HTTP |
 //! | `rlood-model-files`: [`modelcard`] | the contents of a model's folder, without tensors |
 //! | `rlood-kernels` | compute kernels of the engine; all unsafe code |
-//! | `rlood-types`: [`access`] [`callback`] [`causes`] [`dataset`] [`digest`] [`doctor`] [`event`] [`export`] [`failpoint`] [`generation`] [`id`] [`job`] [`json`] [`lifecycle`] [`one_shot`] [`outgoing`] [`preflight`] [`protocol`] [`sample`] [`spec`] [`storage`] [`verdict`] | shared plain types, no I/O |
+//! | `rlood-types`: [`access`] [`callback`] [`causes`] [`dataset`] [`digest`] [`doctor`] [`event`] [`export`] [`failpoint`] [`generate`] [`id`] [`job`] [`json`] [`lifecycle`] [`one_shot`] [`outgoing`] [`preflight`] [`protocol`] [`sample`] [`spec`] [`storage`] [`verdict`] | shared plain types, no I/O |
 //! | `rlood-templates`: [`jinja`] | templates in a sandbox |
 //!
 //! # One job through the files
@@ -42,10 +42,10 @@ pub use rlood_store as store;
 pub use rlood_store::files;
 pub use rlood_templates as jinja;
 pub use rlood_types::{
-    access, callback, causes, dataset, digest, doctor, event, export, failpoint, generation, id, job, json, lifecycle,
+    access, callback, causes, dataset, digest, doctor, event, export, failpoint, generate, id, job, json, lifecycle,
     one_shot, outgoing, preflight, protocol, sample, spec, storage, task, verdict,
 };
-pub use rlood_worker::{exporter, generator, judge, reward_model, worker};
+pub use rlood_worker::{exporter, judge, reward_model, worker};
 
 pub mod listen;
 

@@ -18,11 +18,11 @@ use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path};
 use super::jobs::invalid;
 use super::models::is_as_registered;
-use crate::generation::{GeneratedText, Generation, GenerationReport, GenerationTask, RenderedPrompt};
+use crate::generate::{GenerateReport, GenerateTask, GeneratedText, Generation, RenderedPrompt};
 use crate::id::{CheckpointId, JobId};
 use crate::modelcard;
 use crate::one_shot::OneShotError;
-use crate::spec::{CheckpointChoice, FieldError, GenerationDocument, GenerationSpec, Plan, SamplingPlan};
+use crate::spec::{CheckpointChoice, FieldError, GenerateDocument, GenerateSpec, Plan, SamplingPlan};
 use crate::store::{CheckpointRow, JobRow, ModelRow, StoreError};
 
 /// Time limit for both models together, including loading.
@@ -78,7 +78,7 @@ struct GenerationView {
 /// same response, and both models use the same random numbers. Runs on the server's CPU alongside training, one request at a time,
 /// for at most two minutes. The request stops when the client disconnects.
 #[utoipa::path(post, path = "/jobs/{id}/generate", tag = "Jobs", params(("id" = JobId, Path)),
-    request_body = GenerationDocument,
+    request_body = GenerateDocument,
     responses(
         (status = 200, description = "The completions of the base model and of the trained model", body = GenerationView),
         (status = 404, description = "There is no such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer", body = ProblemBody),
@@ -96,8 +96,8 @@ async fn generate(
     let begun = Instant::now();
     let job = state.store.job_get(id).await?;
     let mut plan = job.plan()?;
-    let spec = GenerationSpec::read(&body, &plan).map_err(|errors| invalid(Code::InvalidBody, errors))?;
-    let GenerationSpec { prompt, checkpoint, num_generations, seed, sampling } = spec;
+    let spec = GenerateSpec::read(&body, &plan).map_err(|errors| invalid(Code::InvalidBody, errors))?;
+    let GenerateSpec { prompt, checkpoint, num_generations, seed, sampling } = spec;
     let row = find(&state, &job, checkpoint).await?;
     let model = find_model(&state, &caller, &plan).await?;
     let Some(generations) = &state.generations else {
@@ -106,7 +106,7 @@ async fn generate(
     };
     plan.sampling = sampling;
     plan.rloo.num_generations = NonZeroU32::new(num_generations).unwrap_or(plan.rloo.num_generations);
-    let task = GenerationTask {
+    let task = GenerateTask {
         plan: plan.clone(),
         model_dir: model.source.into(),
         checkpoint_dir: state.files.checkpoint_dir(row.job, row.step, row.attempt),
@@ -118,10 +118,10 @@ async fn generate(
     };
     let report = generations.run(&task, LIMIT).await.map_err(|error| without_report(&error))?;
     let Generation { prompt, base, trained } = match report {
-        GenerationReport::Generated(generation) => generation,
-        GenerationReport::Refused(error) => return Err(invalid(Code::InvalidBody, vec![error])),
-        GenerationReport::TimedOut => return Err(too_slow()),
-        GenerationReport::Unusable(why) => return Err(unusable(&state, &row, &plan, &why).await),
+        GenerateReport::Generated(generation) => generation,
+        GenerateReport::Refused(error) => return Err(invalid(Code::InvalidBody, vec![error])),
+        GenerateReport::TimedOut => return Err(too_slow()),
+        GenerateReport::Unusable(why) => return Err(unusable(&state, &row, &plan, &why).await),
     };
     Ok(Json(GenerationView {
         job_id: id,

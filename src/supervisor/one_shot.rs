@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Children, Tail, pass_on};
 use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY};
 use crate::export::{ExportLine, ExportTask};
-use crate::generation::{GenerationReport, GenerationTask};
+use crate::generate::{GenerateReport, GenerateTask};
 use crate::one_shot::{ChildLine, OneShotError};
 use crate::preflight::{PreflightReport, PreflightTask};
 use crate::verdict::{JudgeReport, JudgeTask, VerdictRow};
@@ -41,7 +41,7 @@ pub struct OneShot<Task: ?Sized, Report> {
 /// Runs preflights: `rlood probe`.
 pub type Preflights = OneShot<PreflightTask, PreflightReport>;
 /// Generates completions with the base model and a checkpoint: `rlood generator`.
-pub type Generations = OneShot<GenerationTask, GenerationReport>;
+pub type Generations = OneShot<GenerateTask, GenerateReport>;
 
 /// Compares checkpoints with their base models: `rlood judge`.
 pub type Verdicts = OneShot<JudgeTask, ChildLine<VerdictRow, JudgeReport>>;

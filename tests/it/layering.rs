@@ -18,7 +18,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "event",
     "failpoint",
     "export",
-    "generation",
+    "generate",
     "hub",
     "id",
     "jinja",
@@ -39,10 +39,7 @@ const OF_OTHER_CRATES: &[&str] = &[
 
 /// Each module, and what it may import besides plain types and itself.
 const ALLOWED: &[(&str, &[&str])] = &[
-    (
-        "command_line",
-        &["commands", "demo", "engine", "exporter", "generator", "http", "judge", "reward_server", "serve", "worker"],
-    ),
+    ("command_line", &["commands", "demo", "engine", "exporter", "http", "judge", "reward_server", "serve", "worker"]),
     ("supervisor", &[]),
     // The bundled model and data.
     ("bundle", &[]),

@@ -9,7 +9,7 @@ pub mod doctor;
 pub mod event;
 pub mod export;
 pub mod failpoint;
-pub mod generation;
+pub mod generate;
 pub mod id;
 pub mod job;
 pub mod json;

@@ -16,7 +16,7 @@ pub mod footprint;
 mod foreign;
 mod fork;
 pub mod format;
-mod generation;
+mod generate;
 mod mixture;
 mod oversight;
 pub mod plan;
@@ -45,7 +45,7 @@ pub use evaluation::{
 };
 pub use facts::{Context, DatasetFacts, ModelFacts, ModelShape, RewardModelFacts, SourceFacts};
 pub use fork::{continues, forked_document, resume_identity};
-pub use generation::{CheckpointChoice, GenerationDocument, GenerationSpec};
+pub use generate::{CheckpointChoice, GenerateDocument, GenerateSpec};
 pub use mixture::Mixture;
 pub use oversight::{EarlyStoppingSpec, check_metrics, greater_is_better, metric_names};
 pub use plan::*;

@@ -1,12 +1,12 @@
 //! Processes that compute for a server: the worker, which runs jobs on one device, and one-shot child processes that answer one
-//! request each ([`preflight`], [`generator`], [`judge`], [`exporter`]). The worker communicates with the server
+//! request each ([`preflight`], [`generate`], [`judge`], [`exporter`]). The worker communicates with the server
 //! only through the worker protocol.
 
 pub mod args;
 pub mod device;
 mod exit;
 pub mod exporter;
-pub mod generator;
+pub mod generate;
 pub mod judge;
 pub mod model_cache;
 pub mod one_shot;
@@ -19,6 +19,5 @@ use rlood_engine as engine;
 use rlood_model_files as modelcard;
 use rlood_rewards as reward;
 use rlood_types::{
-    callback, causes, digest, doctor, event, export, failpoint, generation, id, job, outgoing, protocol, sample, spec,
-    verdict,
+    callback, causes, digest, doctor, event, export, failpoint, id, job, outgoing, protocol, sample, spec, verdict,
 };

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use reqwest::Method;
-use rlood_types::generation::{GeneratedText, RenderedPrompt};
+use rlood_types::generate::{GeneratedText, RenderedPrompt};
 use rlood_types::id::{CheckpointId, JobId};
 use serde::Deserialize;
 use serde_json::{Value, json};

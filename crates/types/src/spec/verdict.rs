@@ -6,7 +6,7 @@ use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::generation::{CheckpointChoice, checkpoint_schema, read_checkpoint};
+use super::generate::{CheckpointChoice, checkpoint_schema, read_checkpoint};
 use super::reader::{Errors, FieldError, Reader};
 use super::schema::{closed, integer_of};
 use super::settings::GREEDY;

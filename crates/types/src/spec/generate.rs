@@ -21,7 +21,7 @@ const MAX_PROMPT_BYTES: usize = 4 << 20;
 
 /// A request to generate completions with a job's models.
 #[derive(Debug, Clone, PartialEq)]
-pub struct GenerationSpec {
+pub struct GenerateSpec {
     /// The prompt, as in a dataset: text, or a list of chat messages.
     pub prompt: Value,
     /// The checkpoint of the job.
@@ -49,16 +49,16 @@ pub enum CheckpointChoice {
     Id(CheckpointId),
 }
 
-impl GenerationSpec {
+impl GenerateSpec {
     /// Reads a request. Missing settings are taken from the job's plan, with one completion.
     ///
     /// # Errors
     /// Returns all errors, with pointers into the document.
-    pub fn read(document: &Value, plan: &Plan) -> Result<GenerationSpec, Vec<FieldError>> {
+    pub fn read(document: &Value, plan: &Plan) -> Result<GenerateSpec, Vec<FieldError>> {
         let errors = Errors::default();
         let reader = Reader::document(document, &errors);
         let prompt = read_prompt(&reader);
-        let spec = GenerationSpec {
+        let spec = GenerateSpec {
             prompt,
             checkpoint: read_checkpoint(&reader.field("checkpoint")),
             num_generations: reader.field("num_generations").whole(1..=MAX_GENERATIONS).unwrap_or(1),
@@ -118,11 +118,11 @@ pub(super) fn checkpoint_schema(text: &str) -> OneOfBuilder {
         .description(Some(text))
 }
 
-/// The schema of a generation request as clients write it. It describes what [`GenerationSpec::read`] accepts.
+/// The schema of a generation request as clients write it. It describes what [`GenerateSpec::read`] accepts.
 #[derive(Debug)]
-pub struct GenerationDocument;
+pub struct GenerateDocument;
 
-impl PartialSchema for GenerationDocument {
+impl PartialSchema for GenerateDocument {
     fn schema() -> RefOr<Schema> {
         let text = plain_string("A text, used as it is with the special tokens that the tokenizer adds.");
         let message = closed(&["role", "content"])
@@ -157,7 +157,7 @@ fn plain_string(text: &str) -> ObjectBuilder {
     ObjectBuilder::new().schema_type(Type::String).description(Some(text))
 }
 
-impl ToSchema for GenerationDocument {
+impl ToSchema for GenerateDocument {
     fn name() -> std::borrow::Cow<'static, str> {
         "GenerationRequest".into()
     }

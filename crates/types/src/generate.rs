@@ -1,7 +1,7 @@
 //! Side-by-side generation: completions of the base model and of a checkpoint for the same prompt.
 //!
-//! The server does not load models. It passes a [`GenerationTask`] to a child process (`crate::generator`), which
-//! answers with a [`GenerationReport`].
+//! The server does not load models. It passes a [`GenerateTask`] to a child process (`rlood_worker::generate`), which
+//! answers with a [`GenerateReport`].
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use crate::spec::{FieldError, Plan};
 
 /// The task of a generation process, sent to its standard input as one line of JSON.
 #[derive(Serialize, Deserialize)]
-pub struct GenerationTask {
+pub struct GenerateTask {
     /// The job's resolved plan, with the requested sampling settings.
     pub plan: Plan,
     /// Directory of the base model.
@@ -36,7 +36,7 @@ pub struct GenerationTask {
 /// The result of a generation process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum GenerationReport {
+pub enum GenerateReport {
     /// The completions of both models.
     Generated(Generation),
     /// The request is invalid: the field at fault, and how to fix it.

@@ -8,6 +8,8 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use rlood_types::generate::{GenerateReport, GenerateTask, GeneratedText, Generation, RenderedPrompt};
+
 use crate::args::OneShotArgs;
 use crate::engine::backend::BackendKind;
 use crate::engine::error::EngineError;
@@ -18,7 +20,6 @@ use crate::engine::prompts::{TokenizedPrompt, tokenize_row};
 use crate::engine::random::{Key, Stream};
 use crate::engine::sampling::Sampler;
 use crate::engine::text::Text;
-use crate::generation::{GeneratedText, Generation, GenerationReport, GenerationTask, RenderedPrompt};
 use crate::modelcard::{self, ModelCard};
 use crate::one_shot::{self, OneShotError, error_text};
 use crate::spec::FieldError;
@@ -44,19 +45,19 @@ impl From<EngineError> for GenerateError {
 /// Fails when standard input has no valid task, or the report cannot be written to standard output.
 pub fn run(args: &OneShotArgs) -> Result<ExitCode, OneShotError> {
     let begun = Instant::now();
-    let task: GenerationTask = one_shot::read_task()?;
+    let task: GenerateTask = one_shot::read_task()?;
     let deadline = begun + Duration::from_millis(task.limit_ms);
     let report = match compare(&task, &args.device.to_string(), deadline) {
-        Ok(generation) => GenerationReport::Generated(generation),
-        Err(GenerateError::Refused(error)) => GenerationReport::Refused(error),
-        Err(GenerateError::Failed(error)) => GenerationReport::Unusable(error_text(&error)),
-        Err(GenerateError::TimedOut) => GenerationReport::TimedOut,
+        Ok(generation) => GenerateReport::Generated(generation),
+        Err(GenerateError::Refused(error)) => GenerateReport::Refused(error),
+        Err(GenerateError::Failed(error)) => GenerateReport::Unusable(error_text(&error)),
+        Err(GenerateError::TimedOut) => GenerateReport::TimedOut,
     };
     one_shot::write_report(&report)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn compare(task: &GenerationTask, device: &str, deadline: Instant) -> Result<Generation, GenerateError> {
+fn compare(task: &GenerateTask, device: &str, deadline: Instant) -> Result<Generation, GenerateError> {
     let plan = &task.plan;
     let backend = BackendKind::of_device(device)?;
     let text = Text::load(&task.model_dir).map_err(EngineError::from)?;
@@ -68,7 +69,7 @@ fn compare(task: &GenerationTask, device: &str, deadline: Instant) -> Result<Gen
     let card = modelcard::read(&task.model_dir).map_err(EngineError::from)?;
     check_limits(task, &card, prompt.ids.len() as u64).map_err(GenerateError::Refused)?;
 
-    let run = GenerationRun { task, text: &text, prompt: &prompt, deadline };
+    let run = GenerateRun { task, text: &text, prompt: &prompt, deadline };
     let load = |dir: &Path| Policy::load_dtype(dir, backend, plan.training.dtype);
     let mut policy = load(&task.model_dir)?;
     let base = run.completions(&policy)?;
@@ -82,7 +83,7 @@ fn compare(task: &GenerationTask, device: &str, deadline: Instant) -> Result<Gen
 }
 
 /// Checks that prompt and completions fit into the model's context and the memory.
-fn check_limits(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<(), FieldError> {
+fn check_limits(task: &GenerateTask, card: &ModelCard, prompt_tokens: u64) -> Result<(), FieldError> {
     let plan = &task.plan;
     let completion = u64::from(plan.sampling.max_completion_length);
     let positions = card.max_position_embeddings as u64;
@@ -113,14 +114,14 @@ fn check_limits(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> 
 }
 
 /// The sampling request, which is run with the base model and then with the checkpoint.
-struct GenerationRun<'a> {
-    task: &'a GenerationTask,
+struct GenerateRun<'a> {
+    task: &'a GenerateTask,
     text: &'a Text,
     prompt: &'a TokenizedPrompt,
     deadline: Instant,
 }
 
-impl GenerationRun<'_> {
+impl GenerateRun<'_> {
     /// Generates completions of the prompt with one model.
     fn completions(&self, policy: &Policy) -> Result<Vec<GeneratedText>, GenerateError> {
         let sampling = &self.task.plan.sampling;
