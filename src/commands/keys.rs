@@ -6,9 +6,9 @@ use std::process::ExitCode;
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
-use crate::access::Scopes;
 use crate::config::keys::{CreateKeyArgs, KeysAction, KeysArgs, KeysPlace};
 use crate::files::{DataDir, FilesError};
+use crate::scopes::Scopes;
 use crate::store::webhooks::WebhookRow;
 use crate::store::{KeyRow, NewAudit, NewKey, Store, StoreError, clock_ms};
 

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use crate::access::Scope;
 use crate::id::KeyId;
+use crate::scopes::Scope;
 
 /// Flags of `rlood keys`.
 #[derive(Debug, Clone, Args)]

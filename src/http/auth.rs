@@ -3,7 +3,7 @@
 //! A request carries a key (`Authorization: Bearer KEY`), or the cookie of a session that was opened with a key (`cookie.rs`).
 //! `RLOOD_API_KEY` is one key with every scope; other keys are in the database. While no key exists, the server listens on loopback
 //! only and every request is allowed; once a key was created, every request needs one. The scope that a route requires is listed in
-//! [`crate::access`]. Ownership is checked here for every path with an id, and by the handlers for lists and for ids in a body.
+//! [`crate::scopes`]. Ownership is checked here for every path with an id, and by the handlers for lists and for ids in a body.
 //! Worker routes need the worker token, or a key with the scope `worker`.
 //!
 //! This file is longer than others: the rules of who owns which path are easier to review on one page.
@@ -27,10 +27,10 @@ use super::AppState;
 use super::cookie::{self, CSRF_HEADER, Cookie};
 use super::error::{Code, Problem, REQUEST_ID};
 use super::throttle::Client;
-use crate::access::{self, Access, Scope, Scopes};
 use crate::hub::Token;
 use crate::id::KeyId;
 use crate::listen::Connection;
+use crate::scopes::{self, Access, Scope, Scopes};
 use crate::store::{KeyRow, NewAudit, StoreError, clock_ms};
 
 use streams::{Asker, over};
@@ -253,9 +253,9 @@ fn challenge(detail: &str) -> Problem {
 pub async fn require_access(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
     let method = request.method().clone();
-    let declared = route.as_ref().and_then(|route| access::of_route(method.as_str(), route));
+    let declared = route.as_ref().and_then(|route| scopes::of_route(method.as_str(), route));
     let others =
-        route.as_ref().filter(|_| declared.is_none()).map(|route| access::methods_of(route)).unwrap_or_default();
+        route.as_ref().filter(|_| declared.is_none()).map(|route| scopes::methods_of(route)).unwrap_or_default();
     let access = match &route {
         // A public route: its existence is documented openly, so every client gets 405 for a wrong method.
         Some(_) if others.iter().any(|(_, access)| *access == Access::Open) => return not_taken(&method, &others),
@@ -286,7 +286,7 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
         return problem.into_response();
     }
     let note = route
-        .filter(|route| access::changes(method.as_str(), route))
+        .filter(|route| scopes::changes(method.as_str(), route))
         .map(|route| (format!("{method} {route}"), path, client.0.map(|address| address.to_string())));
     request.extensions_mut().insert(caller.clone());
     let connection = request.extensions().get::<Connection>().cloned();

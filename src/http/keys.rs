@@ -14,8 +14,8 @@ use super::error::{Code, FieldError, Problem, ProblemBody};
 use super::extract::{HashedJson, Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
-use crate::access::{Scope, Scopes};
 use crate::id::{KeyId, WebhookId};
+use crate::scopes::{Scope, Scopes};
 use crate::store::webhooks::WebhookRow;
 use crate::store::{KeyRow, NewKey, clock_ms};
 

@@ -11,7 +11,7 @@ use utoipa::openapi::{
 
 use super::error::ProblemBody;
 use super::{contract, messages};
-use crate::access::{self, Access, Scope};
+use crate::scopes::{self, Access, Scope};
 
 const BEARER: &str = "bearer";
 const SESSION: &str = "session";
@@ -88,7 +88,7 @@ pub fn openapi() -> OpenApi {
             id.push_str("_head");
         }
         for (method, operation) in operations(item) {
-            operation.security = Some(security(access::of_route(method, path)));
+            operation.security = Some(security(scopes::of_route(method, path)));
             for parameter in operation.parameters.iter_mut().flatten() {
                 if let RefOr::T(parameter) = parameter
                     && parameter.name.eq_ignore_ascii_case("idempotency-key")

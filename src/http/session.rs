@@ -16,8 +16,8 @@ use super::error::{Code, Problem, ProblemBody};
 use super::extract::Json;
 use super::list::Time;
 use super::throttle::Client;
-use crate::access::Scope;
 use crate::id::KeyId;
+use crate::scopes::Scope;
 use crate::store::{self, NewAudit, SessionKey, clock_ms};
 
 /// Lifetime of a session in seconds: a week, so that a page can stay open during a run.
@@ -50,7 +50,7 @@ struct SessionView {
     owner: Option<String>,
     /// Permitted scopes, including implied ones: `read`, `submit`, `admin`, `worker`.
     #[schema(value_type = Vec<Scope>)]
-    scopes: crate::access::Scopes,
+    scopes: crate::scopes::Scopes,
     /// Token to send as `x-csrf-token` with every POST, PATCH, PUT and DELETE; null without a cookie.
     csrf_token: Option<String>,
     /// When the session expires; null without a cookie.

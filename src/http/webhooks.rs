@@ -17,11 +17,11 @@ use super::extract::{HashedJson, Json, Path, Query};
 use super::idempotency::{Answer, identity, once};
 use super::list::{List, PageQuery, Time};
 use super::reach;
-use crate::access::Scope;
 use crate::id::WebhookId;
 use crate::lifecycle::MessageType;
 use crate::outgoing::OutgoingError;
 use crate::reward::signature::Key;
+use crate::scopes::Scope;
 use crate::store::clock_ms;
 use crate::store::webhooks::{KeepOld, MAX_OLD_SECRETS, NewWebhook, WebhookPatch, WebhookRow};
 

@@ -2,8 +2,8 @@
 
 use axum::body::Body;
 use axum::http::{HeaderMap, Request, header};
-use rlood::access::{Access, Scope, Scopes, of_route};
 use rlood::id::KeyId;
+use rlood::scopes::{Access, Scope, Scopes, of_route};
 use rlood::store::{NewKey, clock_ms};
 use serde_json::{Value, json};
 

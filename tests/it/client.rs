@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::time::Duration;
 
-use rlood::access::Scope;
 use rlood::id::{CheckpointId, JobId};
 use rlood::job::{RetryFrom, State};
 use rlood::lifecycle::MessageType;
+use rlood::scopes::Scope;
 use rlood::spec::format::Format;
 use rlood_client::{
     AuditFilter, Checked, Client, Content, DatasetUpload, Document, ExportForm, Fork, GenerationRequest, JobChange,

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use rlood::access::Scope;
 use rlood::id::WorkerId;
 use rlood::outgoing::OutgoingPolicy;
 use rlood::protocol::PROTOCOL;
+use rlood::scopes::Scope;
 use rlood::webhook_sender::WebhookSender;
 use serde_json::{Value, json};
 use tokio_util::task::AbortOnDropHandle;

@@ -1,7 +1,7 @@
 //! `Idempotency-Key` on every request that creates or changes something: executed once, answered twice, without storing a secret.
 
-use rlood::access::{Scope, Scopes};
 use rlood::http::openapi;
+use rlood::scopes::{Scope, Scopes};
 use rlood::store::{NewKey, clock_ms};
 use serde_json::{Value, json};
 use sqlx::Connection;

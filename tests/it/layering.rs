@@ -8,7 +8,6 @@ const WORDS: &[&str] = &["config"];
 
 /// Top-level names that are modules of other crates: plain types, which every module may import.
 const OF_OTHER_CRATES: &[&str] = &[
-    "access",
     "callback",
     "data",
     "causes",
@@ -31,6 +30,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "preflight",
     "protocol",
     "sample",
+    "scopes",
     "spec",
     "storage",
     "task",

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use axum::http::header;
 use http_body_util::BodyExt;
-use rlood::access::Scope;
 use rlood::protocol::{RewardHealth, RewardReport, RewardReports};
+use rlood::scopes::Scope;
 use rlood::store::clock_ms;
 use serde_json::json;
 use tower::ServiceExt;

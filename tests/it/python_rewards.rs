@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use rlood::access::Scope;
+use rlood::scopes::Scope;
 use serde_json::{Value, json};
 
 use crate::access::{call, key};

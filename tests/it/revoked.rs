@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use axum::http::header;
-use rlood::access::Scope;
 use rlood::id::WorkerId;
 use rlood::job::State;
+use rlood::scopes::Scope;
 use rlood::store::clock_ms;
 use serde_json::json;
 

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use axum::body::Body;
 use axum::http::Request;
-use rlood::access::Scope;
+use rlood::scopes::Scope;
 use rlood::storage::StorageKind;
 use serde_json::{Value, json};
 

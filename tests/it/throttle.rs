@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
 use axum::http::{Request, StatusCode, header};
-use rlood::access::{Scope, Scopes};
 use rlood::outgoing::Net;
+use rlood::scopes::{Scope, Scopes};
 use rlood::store::{NewKey, clock_ms};
 use serde_json::{Value, json};
 

@@ -5,8 +5,8 @@ use sqlx::sqlite::SqliteRow;
 use subtle::ConstantTimeEq;
 
 use super::{Doing, Newest, Page, Store, StoreError, column, id_column, json_column, to_json};
-use crate::access::Scopes;
 use crate::id::KeyId;
+use crate::scopes::Scopes;
 
 /// Prefix of every key.
 const KEY_PREFIX: &str = "rld_";

@@ -1,6 +1,5 @@
 //! Shared types of `rlood`, used by every other crate. They do no I/O, except that templates and schemas start threads.
 
-pub mod access;
 pub mod callback;
 pub mod causes;
 pub mod dataset;
@@ -19,6 +18,7 @@ pub mod outgoing;
 pub mod preflight;
 pub mod protocol;
 pub mod sample;
+pub mod scopes;
 pub mod spec;
 pub mod storage;
 pub mod task;

@@ -7,11 +7,11 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
 use super::{Credential, challenge, check_bearer};
-use crate::access::Scope;
 use crate::http::AppState;
 use crate::http::error::{Code, Problem};
 use crate::http::throttle::Client;
 use crate::listen::Connection;
+use crate::scopes::Scope;
 use crate::store::clock_ms;
 
 /// Layer of the worker routes. Answers 401 unless the request carries the worker token or a key with the scope `worker`.

@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-use rlood::access::{self, Access};
 use rlood::http::error::Code;
+use rlood::scopes::{self, Access};
 use serde_json::{Map, Value};
 
 use super::{read, root};
@@ -127,7 +127,7 @@ mod api {
 
     fn describe(page: &mut String, document: &Value, method: &str, path: &str, operation: &Value) {
         let method = method.to_uppercase();
-        let scope = match access::of_route(&method, path) {
+        let scope = match scopes::of_route(&method, path) {
             Some(Access::Open) => "none; public".to_owned(),
             Some(Access::Needs(scope)) => code(scope.as_str()),
             None => code("admin"),

@@ -3,8 +3,8 @@
 
 use std::process::ExitCode;
 
-use rlood_types::access::Scope;
 use rlood_types::id::KeyId;
+use rlood_types::scopes::Scope;
 use serde_json::{Value, json};
 
 use crate::context::{Common, Context, with};

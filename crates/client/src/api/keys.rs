@@ -2,8 +2,8 @@
 
 use jiff::Timestamp;
 use reqwest::Method;
-use rlood_types::access::Scope;
 use rlood_types::id::{KeyId, WebhookId};
+use rlood_types::scopes::Scope;
 use serde::Deserialize;
 use serde_json::json;
 

@@ -1,8 +1,8 @@
 //! The server itself: health, version, workers, session and storage.
 
 use jiff::Timestamp;
-use rlood_types::access::Scope;
 use rlood_types::id::{JobId, KeyId, WorkerId};
+use rlood_types::scopes::Scope;
 use rlood_types::storage::StorageKind;
 use serde::Deserialize;
 use serde_json::Value;

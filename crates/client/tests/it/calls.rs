@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use futures::TryStreamExt;
 use rlood_client::{Content, Document, Error, GenerationRequest, JobFilter, NewKey};
-use rlood_types::access::Scope;
 use rlood_types::job::State;
+use rlood_types::scopes::Scope;
 use serde_json::{Value, json};
 
 use crate::fake::{Fake, Reply, job};
