@@ -11,9 +11,9 @@ use clap::{CommandFactory, Parser};
 use futures::future::LocalBoxFuture;
 use rlood_worker::{generate, preflight};
 
-use crate::causes::with_causes;
 use crate::commands::{backup, bench, convert, gc, keys, reward_check, reward_serve};
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
+use crate::error_text::with_causes;
 use crate::{config, demo, engine, exporter, http, judge, reward_server, serve, worker};
 
 /// Exit code for an invalid setting, the same as for clap's own errors.

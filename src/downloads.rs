@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::hub::{Hub, HubError, Progress, Repo, RepoKind, RepoPlan, clean_parts};
 use crate::store::{HubOrigin, ModelRow, Store, clock_ms};
 

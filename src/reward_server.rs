@@ -21,9 +21,9 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{Mutex, Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use crate::causes::with_causes;
 use crate::config::{self, Precision, RewardFormat, RewardServerArgs};
 use crate::engine::backend::BackendKind;
+use crate::error_text::with_causes;
 use crate::listen::{self, Stop};
 use crate::reward::signature::Key;
 use crate::reward_model::{Scorer, ScorerOptions};

@@ -21,11 +21,11 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::causes::with_causes;
 use crate::config::{ConfigError, ServeConfig, no_key_for};
 use crate::downloads::Downloads;
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
+use crate::error_text::with_causes;
 use crate::files::{DataDir, FilesError};
 use crate::http::{self, AppState};
 use crate::listen;

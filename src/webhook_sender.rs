@@ -12,7 +12,7 @@ use jiff::Timestamp;
 use reqwest::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use tokio::sync::Notify;
 
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::id::WebhookId;
 use crate::lifecycle::message::{LifecycleData, Message, TestData};
 use crate::lifecycle::retry_in_ms;

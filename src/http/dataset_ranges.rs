@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use tokio::runtime::Handle;
 
-use crate::causes::with_causes;
 use crate::data::{Ranges, Source};
+use crate::error_text::with_causes;
 use crate::hub::{Hub, RepoFile, RepoPlan};
 
 /// A remote file on the hub with `Read` and `Seek`, for a thread that may block.

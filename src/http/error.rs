@@ -9,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-pub use crate::causes::with_causes as chain;
+pub use crate::error_text::with_causes as chain;
 use crate::files::FilesError;
 pub use crate::spec::FieldError;
 use crate::store::StoreError;

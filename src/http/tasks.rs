@@ -4,7 +4,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use super::AppState;
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, clock_ms};
 use crate::task::TaskState;
 

@@ -4,7 +4,7 @@ use axum::http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::reward_model::{Conversation, Scorer};
 
 /// Why a score request is refused.

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::files::DataDir;
 use crate::id::JobId;
 use crate::store::{Store, StoreError};

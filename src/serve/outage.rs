@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use futures::StreamExt;
 
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::id::JobId;
 use crate::reward::client::{Pace, RewardClient};
 use crate::reward::webhook::Webhook;

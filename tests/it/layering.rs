@@ -10,10 +10,10 @@ const WORDS: &[&str] = &["config"];
 const OF_OTHER_CRATES: &[&str] = &[
     "callback",
     "data",
-    "causes",
     "dataset",
     "digest",
     "doctor",
+    "error_text",
     "event",
     "failpoint",
     "export",

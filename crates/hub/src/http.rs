@@ -380,7 +380,7 @@ pub(crate) fn host_of(url: &Url) -> String {
 }
 
 fn with_causes(error: &dyn std::error::Error) -> String {
-    rlood_types::causes::with_causes(error)
+    rlood_types::error_text::with_causes(error)
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Publication of a checkpoint: its files first, then the database row that names them.
 
-use rlood_types::causes::with_causes;
+use rlood_types::error_text::with_causes;
 
 use crate::failpoint::{fail_point, without};
 use crate::files::{DataDir, FilesError};

@@ -1,10 +1,10 @@
 //! Shared types of `rlood`, used by every other crate. They do no I/O, except that templates and schemas start threads.
 
 pub mod callback;
-pub mod causes;
 pub mod dataset;
 pub mod digest;
 pub mod doctor;
+pub mod error_text;
 pub mod event;
 pub mod export;
 pub mod failpoint;

@@ -8,8 +8,8 @@ use std::io::{BufRead, Write};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::causes::with_causes;
 use crate::engine::error::EngineError;
+use crate::error_text::with_causes;
 use crate::exit::end_process;
 
 pub use rlood_types::one_shot::OneShotError;

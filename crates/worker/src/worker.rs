@@ -38,10 +38,10 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::args::{WorkerArgs, default_cache_dir};
-use crate::causes::with_causes;
 use crate::device::machine_threads;
 use crate::engine::host::{Host, RunEnd, TrainInput};
 use crate::engine::kernels::isa::Isa;
+use crate::error_text::with_causes;
 use crate::exit::end_process;
 use crate::id::WorkerId;
 use crate::outgoing::OutgoingPolicy;

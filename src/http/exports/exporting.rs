@@ -6,7 +6,7 @@ use tokio::sync::mpsc;
 use super::super::AppState;
 use super::super::generate::unchanged;
 use super::super::tasks::{self, Work};
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::export::{ExportError, ExportLine, ExportReport, ExportRequest, ExportTask};
 use crate::one_shot::{ChildLine, OneShotError};
 use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, clock_ms};

@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use super::super::generate::unchanged;
 use super::super::tasks::{self, Work};
 use super::super::{AppState, python_rewards, reach};
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::files::DataDir;
 use crate::one_shot::{ChildLine, OneShotError};
 use crate::spec::{DatasetPlan, EvalPlan, Plan, PromptKey, held_out_rows, prompt_key, test_rows};

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde_json::{Map, Value};
 
 use super::{Conversation, Scorer, ScorerError, ScorerOptions};
-use crate::causes::with_causes;
 use crate::engine::backend::BackendKind;
 use crate::engine::error::EngineError;
+use crate::error_text::with_causes;
 use crate::modelcard::ClassifierCard;
 use crate::reward::Judgement;
 use crate::reward::local::{LocalModel, LocalModels};

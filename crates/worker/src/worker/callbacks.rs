@@ -10,8 +10,8 @@ use tokio_util::task::AbortOnDropHandle;
 use super::client::{ClaimRef, Client, ClientError, with_retries};
 use super::signals::StopSignal;
 use crate::callback::Chunk;
-use crate::causes::with_causes;
 use crate::engine::host::StopReason;
+use crate::error_text::with_causes;
 use crate::protocol::CallbackUpdate;
 use crate::reward::journal::JournalClosed;
 

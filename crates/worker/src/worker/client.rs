@@ -17,7 +17,7 @@ use super::clock;
 use super::transfer::{
     Download, TransferLimits, bytes_body, file_body, http_client, read_body, send_body, send_within,
 };
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::failpoint::fail_point;
 use crate::id::DatasetId;
 use crate::protocol::{

@@ -3,8 +3,8 @@
 
 use super::client::ClientError;
 use super::signals::Position;
-use crate::causes::with_causes;
 use crate::engine::error::{EngineError, FailureClass as EngineClass};
+use crate::error_text::with_causes;
 use crate::job::{Failure, FailureClass};
 use crate::model_cache::CacheFull;
 

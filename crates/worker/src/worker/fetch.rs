@@ -8,7 +8,7 @@ use super::client::{
     ClientError, FIRST_DELAY, MAX_DAMAGED_ATTEMPTS, MAX_DELAY, MAX_OUTAGE, unless_disk_full, with_retries,
 };
 use super::{clock, failure};
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::job::Failure;
 use crate::protocol::{DamagedFile, FileEntry, FileList, Inspection, ResumePoint, Verdict};
 

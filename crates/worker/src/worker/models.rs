@@ -11,8 +11,8 @@ use super::client::{ClientError, FIRST_DELAY, MAX_DAMAGED_ATTEMPTS, MAX_DELAY, M
 use super::job_models::{JobModels, ModelLocation};
 use super::transfer::Download;
 use super::{Worker, clock, failure};
-use crate::causes::with_causes;
 use crate::digest::Sha256Digest;
+use crate::error_text::with_causes;
 use crate::job::Failure;
 use crate::model_cache::{CacheFull, Fetching, Found, Lease, ModelCache};
 use crate::modelcard::{self, ModelCardError};

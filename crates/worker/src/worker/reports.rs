@@ -7,7 +7,7 @@ use tokio::sync::Mutex;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{ClaimRef, Client, ClientError, with_retries};
-use crate::causes::with_causes;
+use crate::error_text::with_causes;
 use crate::protocol::{RewardReport, RewardReports};
 use crate::reward::Rewards;
 
