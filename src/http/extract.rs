@@ -25,9 +25,9 @@ use super::error::{Code, Problem, chain, shortened};
 use super::throttle::Client;
 use super::{JSON_LIMIT_BYTES, SESSION_LIMIT_BYTES};
 use crate::digest::Sha256Digest;
-use crate::json::{Exact, error_text};
 use crate::listen::unfinished::Unfinished;
 use crate::spec::format::Format;
+use crate::strict_json::{Exact, error_text};
 use json::parse_object;
 
 pub use json::parse_json;

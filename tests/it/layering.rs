@@ -22,7 +22,6 @@ const OF_OTHER_CRATES: &[&str] = &[
     "id",
     "jinja",
     "job",
-    "json",
     "lifecycle",
     "one_shot",
     "modelcard",
@@ -33,6 +32,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "scopes",
     "spec",
     "storage",
+    "strict_json",
     "task",
     "verdict",
 ];

@@ -187,7 +187,7 @@ fn typed(text: &str) -> Value {
             .ok()
             .filter(|number| number.is_finite() && text.contains(|letter: char| letter.is_ascii_digit()))
     };
-    rlood_types::json::read(text.as_bytes())
+    rlood_types::strict_json::read(text.as_bytes())
         .ok()
         .or_else(|| number().map(Value::from))
         .unwrap_or_else(|| Value::String(text.to_owned()))

@@ -16,7 +16,7 @@ pub mod weights;
 use rlood_templates as jinja;
 use rlood_types::digest::Sha256Digest;
 use rlood_types::protocol::FileEntry;
-use rlood_types::{json, spec};
+use rlood_types::{spec, strict_json};
 
 use std::fs::File;
 use std::io::Read;

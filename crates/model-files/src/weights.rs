@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use crate::json;
+use crate::strict_json;
 
 use super::{ModelCardError, ModelDescription, check_downloaded, io_error, read_json};
 
@@ -325,11 +325,11 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
     }
     let mut header = vec![0u8; header_bytes as usize];
     reader.read_exact(&mut header).map_err(|e| io_error(file, &e))?;
-    let entries = match json::read(&header) {
+    let entries = match strict_json::read(&header) {
         Ok(Value::Object(entries)) => entries,
         Ok(_) => return Err(damaged("the header is not a JSON object".to_owned())),
         Err(error) if error.is_data() => {
-            return Err(damaged(format!("the header cannot be used: {}", json::error_text(&error))));
+            return Err(damaged(format!("the header cannot be used: {}", strict_json::error_text(&error))));
         }
         Err(error) => return Err(damaged(format!("the header is not JSON ({error})"))),
     };

@@ -13,7 +13,7 @@ mod split;
 
 use serde_json::{Map, Value};
 
-use crate::json;
+use crate::strict_json;
 pub use answer::{Answered, COMPLETION, answered};
 pub use recipe::{InvalidRecipe, Map as RecipeMap, Recipe, Unique};
 use split::{CsvSplit, JsonSplit, LineSplit};
@@ -215,13 +215,13 @@ impl RowParser<'_> {
     fn json(&mut self, line: u64, text: Raw<'_, &[u8]>, row: &mut OnRow<'_>) {
         let Some(text) = self.whole(line, text, row) else { return };
         let wrong = |code: &'static str, detail: String| Err(RowError { line, code, detail });
-        let read = match json::read(text) {
+        let read = match strict_json::read(text) {
             Ok(value) => Ok(value),
             Err(_) if std::str::from_utf8(text).is_err() => {
                 wrong("encoding", "the file is not UTF-8; save it as UTF-8".to_owned())
             }
             Err(error) => {
-                let what = json::error_text(&error);
+                let what = strict_json::error_text(&error);
                 // A row of a JSON list may span several lines.
                 let at = match error.line() {
                     0 | 1 => format!("column {}", error.column()),

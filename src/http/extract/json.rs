@@ -4,7 +4,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::http::error::{Code, FieldError, Problem, shortened};
-use crate::json::error_text;
+use crate::strict_json::error_text;
 
 /// Like [`parse_json`], for a body that must be an object. serde would accept a list as a struct's fields in order.
 pub(super) fn parse_object<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {

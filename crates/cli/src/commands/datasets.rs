@@ -187,7 +187,7 @@ fn recipe(args: &Upload) -> Result<Option<Recipe>, CliError> {
     let Upload { file: _, name: _, map, prompt, system, limit, seed } = args;
     let mut value = match map {
         None => json!({}),
-        Some(text) if text.trim_start().starts_with('{') => rlood_types::json::read(text.as_bytes())
+        Some(text) if text.trim_start().starts_with('{') => rlood_types::strict_json::read(text.as_bytes())
             .map_err(|error| CliError::Usage(format!("--map is not valid JSON: {error}")))?,
         Some(path) => {
             let text = std::fs::read_to_string(Path::new(path));

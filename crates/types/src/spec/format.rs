@@ -7,7 +7,7 @@
 use serde_json::{Map, Value};
 
 use super::reader::{escaped, shown};
-use crate::json;
+use crate::strict_json;
 
 /// Format of a job document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,8 +99,8 @@ impl Format {
             )));
         }
         match self {
-            Format::Json => json::read(text.as_bytes()).map_err(|error| {
-                let (words, line, column) = (json::error_text(&error), error.line(), error.column());
+            Format::Json => strict_json::read(text.as_bytes()).map_err(|error| {
+                let (words, line, column) = (strict_json::error_text(&error), error.line(), error.column());
                 FormatError::new(format!("{words} (line {line}, column {column})"))
             }),
             Format::Yaml => {
