@@ -15,7 +15,7 @@ use rlood::modelcard::template::ChatTemplate;
 use rlood::modelcard::text::Text;
 use rlood::protocol;
 use rlood::reward::webhook::read_answer;
-use rlood::sample::RewardSample;
+use rlood::rollout::RewardSample;
 use rlood::spec::{JobSpec, LoraPlan, RewardPlan, format, trl};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use rlood::engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason, TrainInput};
 use rlood::engine::train;
 use rlood::event::{Event, SamplePhase};
-use rlood::sample::RewardValue;
+use rlood::rollout::RewardValue;
 use rlood::spec::Estimator;
 use serde_json::{Value, json};
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use rlood::engine::host::PromptRow;
-use rlood::sample::RewardSample;
+use rlood::rollout::RewardSample;
 use rlood::spec::{Context, DatasetFacts, JobSpec, ModelFacts, Plan, resolve};
 use serde_json::{Value, json};
 

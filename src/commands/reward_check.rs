@@ -25,7 +25,7 @@ use crate::reward::signature::Key;
 use crate::reward::trial::read_samples;
 use crate::reward::webhook::answer::{self, Answer, Found};
 use crate::reward::webhook::{PingReply, sample_json};
-use crate::sample::{RewardSample, RolloutId};
+use crate::rollout::{RewardSample, RolloutId};
 use crate::spec::{FieldError, RewardSecrets, read_single_reward};
 pub use report::{Finding, Latency, Outcome, Report};
 use wire::{Got, Signing, Wire};

@@ -33,7 +33,7 @@ use crate::id::JobId;
 use crate::reward::builtin::Builtin;
 use crate::reward::trial::build_reward;
 use crate::reward::{BuildError, JobContext, Judgement, Reward, SampleError};
-use crate::sample::{RewardSample, RewardValue, RolloutId};
+use crate::rollout::{RewardSample, RewardValue, RolloutId};
 use crate::spec::{Combine, Plan, RewardKind, RewardPlan, RewardSecrets, ServicePlan};
 use figures::{AdvantageChange, Correlation, GroupAgreement, Spread, leave_one_out};
 use request::{Wanted, invalid, read, rewards_of};

@@ -29,7 +29,7 @@ use crate::reward::python::{PythonFunction, PythonFunctions};
 use crate::reward::trial::read_samples;
 use crate::reward::webhook::{Exchange, Ping, Webhook};
 use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
-use crate::sample::{RewardSample, RewardValue, RolloutId};
+use crate::rollout::{RewardSample, RewardValue, RolloutId};
 use crate::spec::{FieldError, OnInvalid, RewardKind, RewardPlan, RewardSecrets, ServicePlan, read_single_reward};
 
 /// Maximum timeout of a test in ms, both per attempt and for an answer that comes later.

@@ -15,7 +15,7 @@ use rlood_types::event::Event;
 use rlood_types::id::JobId;
 use rlood_types::job::State;
 use rlood_types::outgoing::OutgoingPolicy;
-use rlood_types::sample::{RewardValue, RolloutId};
+use rlood_types::rollout::{RewardValue, RolloutId};
 use rlood_types::spec::RewardSecrets;
 use serde_json::{Map, json};
 use sha2::{Digest, Sha256};

@@ -18,7 +18,7 @@ use rlood::outgoing::OutgoingPolicy;
 use rlood::protocol::{JournalEntry, Outcome, RewardAnswer};
 use rlood::reward::signature::Key;
 use rlood::reward::{JobContext, RewardFailure, Rewards, Scored};
-use rlood::sample::{RewardValue, RolloutId};
+use rlood::rollout::{RewardValue, RolloutId};
 use rlood::spec::RewardSecrets;
 use rlood::store::clock_ms;
 use serde_json::{Value, json};

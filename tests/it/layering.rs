@@ -28,7 +28,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "outgoing",
     "preflight",
     "protocol",
-    "sample",
+    "rollout",
     "scopes",
     "spec",
     "storage",

@@ -4,7 +4,7 @@ use rlood::config::retention::Retention;
 use rlood::event::{Event, Metrics, SamplePhase};
 use rlood::job::State;
 use rlood::protocol::{EventBatch, JournalEntry, Outcome, RewardAnswer};
-use rlood::sample::RolloutId;
+use rlood::rollout::RolloutId;
 use rlood::serve::retention::round;
 use rlood::store::SampleQuery;
 

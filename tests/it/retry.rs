@@ -13,7 +13,7 @@ use rlood::event::FinishReason;
 use rlood::id::JobId;
 use rlood::job::{Failure, FailureClass};
 use rlood::protocol::{JournalEntry, Outcome, RewardAnswer};
-use rlood::sample::{Generated, RolloutId, SampledGroup, Segments};
+use rlood::rollout::{Generated, RolloutId, SampledGroup, Segments};
 use rlood::store::clock_ms;
 use rlood_client::Which;
 use serde_json::{Value, json};

@@ -11,7 +11,7 @@ use rlood::http::schemas::contract_schemas;
 use rlood::outgoing::OutgoingPolicy;
 use rlood::reward::webhook::Webhook;
 use rlood::reward::{JobContext, Rewards};
-use rlood::sample::RolloutId;
+use rlood::rollout::RolloutId;
 use rlood::spec::{RewardKind, RewardPlan, RewardSecrets};
 use serde_json::{Value, json};
 

@@ -12,7 +12,7 @@ use rlood::outgoing::OutgoingPolicy;
 use rlood::reward::signature::Key;
 use rlood::reward::{JobContext, RewardFailure, Rewards};
 use rlood::reward_model::{Conversation, LocalRewardModels, Scored, Scorer, ScorerOptions};
-use rlood::sample::{RewardSample, RewardValue, RolloutId};
+use rlood::rollout::{RewardSample, RewardValue, RolloutId};
 use rlood::spec::{ComputeDtype, RewardPlan, RewardTextFormat};
 use serde_json::{Map, Value, json};
 

@@ -9,9 +9,10 @@ pub mod shape;
 
 use std::num::NonZeroUsize;
 
+use rlood_types::rollout::RewardValue;
+
 use self::estimator::Estimate;
 use super::rollout::num_generations;
-use crate::sample::RewardValue;
 use crate::spec::{Combine, Estimator, Plan, RewardPlan, TieRule};
 
 /// The weight of one reward in the sum, and whether it is required.

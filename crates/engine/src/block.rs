@@ -3,6 +3,8 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
+use rlood_types::rollout::Score;
+
 use super::advantage::shape::{RewardShape, RewardStats, ShapedRewards};
 use super::advantage::{
     AdvantageConfig, AdvantageRows, Advantages, RewardWeight, advantages, combine_rewards, is_tied, sequence_kl,
@@ -13,7 +15,6 @@ use super::host::{Rollout, RolloutCompletion, RolloutGroup};
 use super::loss::{Denominators, RowAdvantage};
 use super::rollout::{is_included, num_generations};
 use crate::event::FinishReason;
-use crate::sample::Score;
 use crate::spec::{Estimator, Plan};
 use crate::trajectory::Trajectory;
 

@@ -10,8 +10,8 @@ use super::random::Key;
 use super::sampling::Sampler;
 use super::text::Text;
 use crate::event::FinishReason;
-pub use crate::sample::Generated;
 use crate::trajectory::Segments;
+pub use rlood_types::rollout::Generated;
 
 /// The arguments of a generation.
 pub struct GenerateRequest<'a> {

@@ -9,7 +9,9 @@ use super::error::EngineError;
 use crate::event::{Event, Metrics};
 use crate::job::Failure;
 use crate::protocol::FileEntry;
-pub use crate::sample::{RewardSample, RewardValue, RolloutCompletion, RolloutId, RolloutPart, SampledGroup, Score};
+pub use rlood_types::rollout::{
+    RewardSample, RewardValue, RolloutCompletion, RolloutId, RolloutPart, SampledGroup, Score,
+};
 
 /// The services that a run needs from its host. The engine's thread makes all calls, one at a time and in order.
 pub trait Host {

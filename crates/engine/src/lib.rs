@@ -98,7 +98,7 @@ pub mod watch;
 pub use rlood_kernels as kernels;
 
 use rlood_model_files as modelcard;
-use rlood_types::{dataset, digest, doctor, event, failpoint, job, protocol, sample, spec, trajectory};
+use rlood_types::{dataset, digest, doctor, event, failpoint, job, protocol, spec, trajectory};
 
 use self::host::{Host, RunEnd, TrainInput};
 use self::run::Run;

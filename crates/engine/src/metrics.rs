@@ -1,9 +1,10 @@
 //! The metrics of a rollout and of an optimizer step, under TRL's names (rloo.md, "Metrics").
 
+use rlood_types::rollout::{RewardValue, Score};
+
 use super::advantage::{Advantages, mean, sample_std};
 use super::loss::{RowLoss, total_loss};
 use crate::event::{FinishReason, Metrics};
-use crate::sample::{RewardValue, Score};
 
 /// A scored rollout, with one entry per completion.
 #[derive(Debug, Clone, Copy)]

@@ -3,6 +3,8 @@
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
+use rlood_types::rollout::RewardSample;
+
 use super::error::EngineError;
 use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
 use super::host::{
@@ -18,7 +20,6 @@ use super::rollout::{Batching, num_generations};
 use super::run::{Data, Model};
 use super::sampling::Sampler;
 use crate::event::{Event, Phase, SamplePhase};
-use crate::sample::RewardSample;
 use crate::spec::{Estimator, Plan};
 
 /// Number of evaluation prompts that are sampled and recorded together on a CPU.

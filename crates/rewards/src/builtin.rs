@@ -12,7 +12,7 @@ use regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, RewardFailure, SampleError};
-use crate::sample::{RewardSample, RewardValue};
+use crate::rollout::{RewardSample, RewardValue};
 use crate::spec::{
     BlankReference, FormatPlan, Formula, LengthPlan, MathEqualPlan, RepetitionPlan, RewardKind, RewardPlan,
     SampleTemplate, SimilarityMetric, SoftOverlongPlan, StringOperation,

@@ -9,7 +9,7 @@ use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 use super::Judgement;
-use crate::sample::{RewardSample, RewardValue};
+use crate::rollout::{RewardSample, RewardValue};
 use crate::spec::RewardSecrets;
 
 /// Approximate maximum size in bytes of each of the cache's two generations (see [`Cache`]).

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::{Judged, RewardFailure};
 use crate::event::Event;
-use crate::sample::RewardValue;
+use crate::rollout::RewardValue;
 
 /// Number of recent rollouts over which the share of missing values is computed.
 const WINDOW: usize = 5;

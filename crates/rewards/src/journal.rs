@@ -86,7 +86,7 @@ pub(super) fn key<'a>(job: &JobContext, reward: &str, round: u32, samples: impl 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sample::RolloutId;
+    use crate::rollout::RolloutId;
 
     #[test]
     fn a_key_names_the_samples_their_rollout_and_the_round_and_nothing_else() {

@@ -9,7 +9,7 @@
 //!
 //! This file is longer than others: the public types of a scored sample and the function that scores are read together.
 
-use rlood_types::{callback, digest, event, id, job, outgoing, protocol, sample, spec};
+use rlood_types::{callback, digest, event, id, job, outgoing, protocol, rollout, spec};
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ use crate::event::{Event, Metrics};
 use crate::id::JobId;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{JournalEntry, RewardReport};
-use crate::sample::{RewardSample, RewardValue, RolloutId, Score};
+use crate::rollout::{RewardSample, RewardValue, RolloutId, Score};
 use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
 
 pub mod builtin;

@@ -6,7 +6,7 @@ use futures::future::BoxFuture;
 use tokio::sync::OnceCell;
 
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, RewardFailure};
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::RewardModelPlan;
 
 /// Number of samples that a reward model scores between two checks whether the caller has stopped waiting.

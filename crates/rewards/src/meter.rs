@@ -10,7 +10,7 @@ use super::status::NOTICE_EVERY;
 use super::{Counts, Judged};
 use crate::event::{Event, RewardChange};
 use crate::protocol::{BreakerState, FailedTry, RawMessage, RewardHealth, RewardLatency, SlowTry};
-use crate::sample::RewardValue;
+use crate::rollout::RewardValue;
 
 /// Number of recent request latencies from which the percentiles are computed.
 const MAX_LATENCIES: usize = 512;

@@ -11,7 +11,7 @@ use super::webhook::Webhook;
 use super::{BuildError, Reward};
 use crate::event::FinishReason;
 use crate::outgoing::OutgoingPolicy;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::{FieldError, RewardKind, RewardPlan, RewardSecrets};
 
 /// Maximum number of samples in one test.

@@ -23,7 +23,7 @@ use super::status::{Outage, Status};
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, RewardFailure};
 use crate::event::Event;
 use crate::outgoing::OutgoingPolicy;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::{RewardKind, RewardSecrets, ServicePlan, WebhookPlan};
 
 mod account;

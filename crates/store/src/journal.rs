@@ -14,7 +14,7 @@ use crate::event::SamplePhase;
 use crate::id::JobId;
 use crate::job::State;
 use crate::protocol::{JournalEntry, JournalPage};
-use crate::sample::RolloutId;
+use crate::rollout::RolloutId;
 
 /// Approximate maximum size of a page, in bytes; a single entry may be larger.
 const PAGE_BYTES: usize = 4 << 20;

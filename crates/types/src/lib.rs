@@ -16,7 +16,7 @@ pub mod one_shot;
 pub mod outgoing;
 pub mod preflight;
 pub mod protocol;
-pub mod sample;
+pub mod rollout;
 pub mod scopes;
 pub mod spec;
 pub mod storage;

@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use crate::event::FinishReason;
-use crate::sample::RewardValue;
+use crate::rollout::RewardValue;
 use crate::spec::{Plan, RewardSecrets};
 
 /// The task of a preflight process, sent to its standard input as one line of JSON.

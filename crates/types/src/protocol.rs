@@ -54,7 +54,7 @@ use crate::digest::Sha256Digest;
 use crate::event::{Event, Phase};
 use crate::id::{CheckpointId, JobId, WorkerId};
 use crate::job::{Failure, Requested};
-use crate::sample::{RolloutId, SampledGroup};
+use crate::rollout::{RolloutId, SampledGroup};
 use crate::spec::{Plan, RewardSecrets};
 
 mod claim;

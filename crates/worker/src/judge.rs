@@ -28,7 +28,7 @@ use crate::one_shot::{self, OneShotError, error_text};
 use crate::outgoing::OutgoingPolicy;
 use crate::reward::{JobContext, Rewards};
 use crate::reward_model::LocalRewardModels;
-use crate::sample::{Generated, RewardSample, RolloutId};
+use crate::rollout::{Generated, RewardSample, RolloutId};
 use crate::spec::footprint::Footprint;
 use crate::spec::{EvalPlan, Plan, RewardPlan, RewardSecrets, eval_secret_name, guard_secret_name};
 use crate::verdict::{

@@ -19,5 +19,5 @@ use rlood_engine as engine;
 use rlood_model_files as modelcard;
 use rlood_rewards as reward;
 use rlood_types::{
-    callback, digest, doctor, error_text, event, export, failpoint, id, job, outgoing, protocol, sample, spec, verdict,
+    callback, digest, doctor, error_text, event, export, failpoint, id, job, outgoing, protocol, rollout, spec, verdict,
 };

@@ -8,7 +8,7 @@ use super::wire::Signing;
 use super::{Check, Outcome, new_id, numbers, read};
 use crate::event::FinishReason;
 use crate::reward::webhook::answer::{Answer, Found};
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 
 /// Maximum batch size that is tested, even if the service announces a larger one.
 const MAX_TESTED_BATCH: u32 = 1_024;

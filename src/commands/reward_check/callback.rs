@@ -18,7 +18,7 @@ use super::wire::{Got, Signing};
 use super::{Check, Outcome, new_id, read};
 use crate::reward::signature::Key;
 use crate::reward::webhook::answer::{self, Found};
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 
 const BODY: &str = "POST {\"version\": \"1\", \"id\": …, \"results\": [{\"sample_id\", \"reward\"}, …], \"done\": true} to \
     reply.callback_url, with 'authorization: Bearer ' and reply.token";

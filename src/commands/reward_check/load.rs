@@ -6,7 +6,7 @@ use super::answers::NO_ANSWER;
 use super::report::Latency;
 use super::wire::Signing;
 use super::{Check, Outcome, new_id, numbers, read};
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 
 /// Number of concurrent requests.
 const CONCURRENT: usize = 8;

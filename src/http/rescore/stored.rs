@@ -13,7 +13,7 @@ use crate::http::error::Problem;
 use crate::http::heavy;
 use crate::http::samples::search_slot;
 use crate::id::{DatasetId, JobId};
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::Plan;
 use crate::store::SampleQuery;
 

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
+use rlood_types::rollout::{Generated, RewardValue, RolloutId, SampledGroup, Score, Segment};
 use serde_json::{Map, json};
 
 use crate::error::EngineError;
@@ -10,7 +11,6 @@ use crate::event::{Event, Metrics, SamplePhase};
 use crate::host::{Host, PromptRow, RunEnd, SavedCheckpoint, ScoreRequest, StepTrace, StopReason, TrainInput};
 use crate::protocol::JournalEntry;
 use crate::run::Run;
-use crate::sample::{Generated, RewardValue, RolloutId, SampledGroup, Score, Segment};
 use crate::spec::{self, Plan};
 
 /// Two prompts with two completions per step; blocks of two slices, each trained twice.

@@ -13,7 +13,7 @@ use rlood_engine::host::{PromptRow, Rollout, RolloutCompletion, RolloutGroup};
 use rlood_engine::rollout::cut_completion;
 use rlood_engine::text::Text;
 use rlood_types::event::SamplePhase;
-use rlood_types::sample::{RewardValue, Score, Segments};
+use rlood_types::rollout::{RewardValue, Score, Segments};
 use rlood_types::spec::{Combine, LrSchedulerType, Plan};
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};

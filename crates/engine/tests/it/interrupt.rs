@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use rlood_engine::error::EngineError;
 use rlood_engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason};
 use rlood_types::event::{Event, Metrics, Sample, SamplePhase};
-use rlood_types::sample::{RewardSample, RolloutId, SampledGroup};
+use rlood_types::rollout::{RewardSample, RolloutId, SampledGroup};
 use rlood_types::spec::{Estimator, EvalPlan, LrSchedulerType, OptimizerKind, Plan, RewardNormalization};
 
 use crate::train::{Start, TestHost, comparable, plan, rows, train};

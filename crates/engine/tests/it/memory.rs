@@ -15,7 +15,7 @@ use rlood_engine::random::{Key, Stream};
 use rlood_engine::tensors::{self, Data};
 use rlood_model_files::ModelDescription;
 use rlood_types::event::Event;
-use rlood_types::sample::RewardValue;
+use rlood_types::rollout::RewardValue;
 use rlood_types::spec::footprint::Footprint;
 use rlood_types::spec::{OptimizerKind, Plan};
 use serde_json::{Map, json};

@@ -3,7 +3,7 @@
 use rlood_engine::backend::BackendKind;
 use rlood_engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StepTrace, StopReason};
 use rlood_types::event::Event;
-use rlood_types::sample::RolloutId;
+use rlood_types::rollout::RolloutId;
 use rlood_types::spec::{Estimator, Plan};
 
 use crate::train::{Start, TestHost, plan, rows, train};

@@ -211,7 +211,9 @@ fn a_run_with_8_bit_moments_learns_like_one_with_32() {
         plan.sampling.max_completion_length = 3;
         let mut host = TestHost::default();
         host.score =
-            Box::new(|sample| rlood_types::sample::RewardValue::Number(sample.completion.matches("w1").count() as f64));
+            Box::new(
+                |sample| rlood_types::rollout::RewardValue::Number(sample.completion.matches("w1").count() as f64),
+            );
         run(&plan, &mut host);
         let metrics = host.metrics(SamplePhase::Train);
         let rewards: Vec<f64> = metrics.iter().map(|(_, metrics)| metrics["reward"].unwrap()).collect();

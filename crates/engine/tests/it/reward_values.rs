@@ -2,7 +2,7 @@
 
 use rlood_engine::error::EngineError;
 use rlood_types::event::SamplePhase;
-use rlood_types::sample::{RewardSample, RewardValue};
+use rlood_types::rollout::{RewardSample, RewardValue};
 use rlood_types::spec::{Combine, RewardNormalization};
 
 use crate::train::{Start, TestHost, plan, reward, rows, run, train};

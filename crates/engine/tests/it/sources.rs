@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use rlood_types::event::SamplePhase;
-use rlood_types::sample::RewardValue;
+use rlood_types::rollout::RewardValue;
 use rlood_types::spec::{EvalPlan, Plan, SourcePlan};
 
 use crate::train::{Start, TestHost, plan, rows, train};

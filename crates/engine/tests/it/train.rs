@@ -16,7 +16,7 @@ use rlood_engine::host::{
 };
 use rlood_engine::model::Policy;
 use rlood_types::event::{Event, FinishReason, Metrics, Phase, Sample, SamplePhase};
-use rlood_types::sample::{RewardSample, RewardValue, Segments};
+use rlood_types::rollout::{RewardSample, RewardValue, Segments};
 use rlood_types::spec::{
     Arithmetic, CheckpointPlan, Combine, ComputeDtype, DatasetPlan, DoctorPlan, Estimator, EvalPlan, KlEstimator, KlIn,
     LengthPlan, LoraPlan, Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan,

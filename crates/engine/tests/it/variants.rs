@@ -10,7 +10,7 @@ use rlood_engine::loss::{Denominators, LossConfig, LossRow, RowAdvantage, row_lo
 use rlood_engine::model::{Policy, Trajectory};
 use rlood_engine::update::{MicroBatching, StepGradient, step_gradient};
 use rlood_types::event::{FinishReason, SamplePhase};
-use rlood_types::sample::{RewardSample, RewardValue, Score, Segments};
+use rlood_types::rollout::{RewardSample, RewardValue, Score, Segments};
 use rlood_types::spec::LoraPlan;
 use rlood_types::spec::{Estimator, KlEstimator, KlIn, Loss, Plan, RewardNormalization};
 

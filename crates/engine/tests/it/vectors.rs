@@ -18,7 +18,7 @@ use rlood_engine::metrics::{KlRow, RolloutRows, advantage_metrics, kl_metrics, l
 use rlood_engine::ops::token_scores;
 use rlood_engine::rollout::{Batching, TrlBatching, cut_completion, is_included};
 use rlood_types::event::{FinishReason, Metrics};
-use rlood_types::sample::{RewardValue, Score};
+use rlood_types::rollout::{RewardValue, Score};
 use rlood_types::spec::trl::convert;
 use rlood_types::spec::{Combine, Estimator, Loss, RewardNormalization, TieRule};
 use serde_json::Value;

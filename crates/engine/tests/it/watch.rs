@@ -6,7 +6,7 @@ use rlood_engine::error::EngineError;
 use rlood_engine::host::{PromptRow, StopReason};
 use rlood_types::doctor::{OnAlert, Rule};
 use rlood_types::event::{Event, SamplePhase};
-use rlood_types::sample::RewardValue;
+use rlood_types::rollout::RewardValue;
 use rlood_types::spec::{
     EarlyStoppingPlan, EvalPlan, Plan, PromptKey, RulePlan, held_out_rows, metric_names, prompt_key,
 };
@@ -168,8 +168,8 @@ fn early_stopping_counts_evaluations_without_a_new_best_also_across_a_resume() {
     assert!(over.metrics(SamplePhase::Train).is_empty());
 }
 
-fn sample() -> rlood_types::sample::RewardSample {
-    rlood_types::sample::RewardSample {
+fn sample() -> rlood_types::rollout::RewardSample {
+    rlood_types::rollout::RewardSample {
         sample_id: String::new(),
         group_id: String::new(),
         prompt_id: String::new(),

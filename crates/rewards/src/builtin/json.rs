@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::{no_value, yes_no};
 use crate::SampleError;
-use crate::sample::RewardValue;
+use crate::rollout::RewardValue;
 use crate::spec::{BlankReference, JsonSchema, JsonSchemaPlan};
 
 /// Maximum number of JSON schemas from dataset rows that are kept compiled in memory.

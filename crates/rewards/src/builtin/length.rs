@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::{LengthPlan, LengthUnit, RepetitionPlan, SoftOverlongPlan};
 
 /// Returns the reward for a length: 1 inside the configured band, `below` or `above` outside of it, interpolated linearly over the

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::Builtin;
 use super::tests::sample;
 use crate::Judgement;
-use crate::sample::{RewardSample, RewardValue};
+use crate::rollout::{RewardSample, RewardValue};
 use crate::spec::RewardPlan;
 
 /// Builds a built-in reward from a plan as the current version stores it.

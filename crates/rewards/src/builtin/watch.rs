@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Builtin;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::{Judgement, RewardFailure};
 
 /// Time limit of a built-in reward for one completion.

@@ -161,7 +161,7 @@ impl Reward for PythonFunction {
     fn judge<'a>(
         &'a self,
         job: &'a JobContext,
-        samples: &'a [crate::sample::RewardSample],
+        samples: &'a [crate::rollout::RewardSample],
     ) -> BoxFuture<'a, Result<Judged, RewardFailure>> {
         Box::pin(async move {
             self.prepare().await?;

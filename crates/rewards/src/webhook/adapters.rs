@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::answer::{Answer, Found, name, number};
 use super::dialect::Dialect;
 use crate::SampleError;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::secret_filter::Preserved;
 use crate::spec::{RewardKind, SampleTemplate};
 

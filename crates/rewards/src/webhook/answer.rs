@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 pub use crate::callback::{name, parse};
-use crate::sample::RewardValue;
+use crate::rollout::RewardValue;
 use crate::{Judgement, SampleError};
 
 /// The parsed answer of a reward service to one request.

@@ -14,7 +14,7 @@ use crate::cache::{Cache, CacheKey, key as cache_key};
 use crate::id::RewardRequestId;
 use crate::journal::{JournaledRequest, key};
 use crate::protocol::{JournalEntry, RewardAnswer};
-use crate::sample::RewardValue;
+use crate::rollout::RewardValue;
 use crate::{Judgement, RewardFailure};
 
 /// Round number of the journal entry with the cached values; rounds of real requests never get this high.

@@ -11,7 +11,7 @@ use super::PingReply;
 use super::answer::{self, Answer};
 pub(crate) use super::request::Batching;
 use super::request::{Envelope, ping_body, sample_json, score_body};
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::secret_filter::Preserved;
 use crate::spec::{PythonPlan, WebhookPlan};
 use crate::{JobContext, SampleError};

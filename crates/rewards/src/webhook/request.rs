@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use crate::JobContext;
 use crate::event::FinishReason;
 use crate::meter::About;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::WebhookPlan;
 
 /// Rule of a dialect for which samples may share a request.
@@ -286,7 +286,7 @@ mod tests {
         }))
         .unwrap();
         let job =
-            JobContext { job: crate::id::JobId::new(), rollout: crate::sample::RolloutId::train(12), probe: false };
+            JobContext { job: crate::id::JobId::new(), rollout: crate::rollout::RolloutId::train(12), probe: false };
         let wire: Vec<_> = samples(&[2]).iter().map(sample_json).collect();
         let envelope = Envelope { reward: "helpful", plan: &plan, job: &job, callback_url: None };
         let body = score_body(&envelope, "rwr_1", &wire.iter().collect::<Vec<_>>());
@@ -309,7 +309,7 @@ mod tests {
         }))
         .unwrap();
         let job =
-            JobContext { job: crate::id::JobId::new(), rollout: crate::sample::RolloutId::train(12), probe: false };
+            JobContext { job: crate::id::JobId::new(), rollout: crate::rollout::RolloutId::train(12), probe: false };
         let wire = |callback_url| {
             let envelope = Envelope { reward: "helpful", plan: &plan, job: &job, callback_url };
             let body = score_body(&envelope, "rwr_1", &[&json!({"completion": "\"reply\":{\"callback_url\":\"x\""})]);

@@ -18,7 +18,7 @@ use crate::id::RewardRequestId;
 use crate::journal::{JournaledRequest, key};
 use crate::meter::About;
 use crate::protocol::{JournalEntry, RewardAnswer};
-use crate::sample::{RewardSample, RewardValue};
+use crate::rollout::{RewardSample, RewardValue};
 use crate::spec::OnInvalid;
 use crate::{Counts, JobContext, Judgement, RewardFailure, SampleError};
 

@@ -10,7 +10,7 @@ use rlood_rewards::{JobContext, Judged, Reward, RewardFailure, Rewards};
 use rlood_types::event::Event;
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
-use rlood_types::sample::{RewardSample, RewardValue, RolloutId};
+use rlood_types::rollout::{RewardSample, RewardValue, RolloutId};
 use rlood_types::spec::{RewardPlan, RewardSecrets, read_single_reward};
 use serde_json::{Value, json};
 

@@ -12,7 +12,7 @@ use rlood_rewards::{JobContext, RewardFailure, Rewards};
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
 use rlood_types::protocol::{JournalEntry, RewardAnswer};
-use rlood_types::sample::{RewardValue, RolloutId};
+use rlood_types::rollout::{RewardValue, RolloutId};
 use serde_json::{Value, json};
 
 use crate::service::{Service, ok, plan, samples, text, truth};

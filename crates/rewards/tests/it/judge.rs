@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use rlood_rewards::webhook::Webhook;
 use rlood_rewards::{Judgement, Reward};
-use rlood_types::sample::RewardValue;
+use rlood_types::rollout::RewardValue;
 use rlood_types::spec::{RewardSecrets, read_single_reward};
 use serde_json::{Value, json};
 

@@ -9,7 +9,7 @@ use rlood_rewards::python::{PythonError, PythonServer, Settings, Target};
 use rlood_rewards::webhook::Webhook;
 use rlood_rewards::{Judgement, Reward, RewardFailure, Rewards};
 use rlood_types::event::FinishReason;
-use rlood_types::sample::{RewardSample, RewardValue};
+use rlood_types::rollout::{RewardSample, RewardValue};
 use rlood_types::spec::{RewardKind, RewardPlan, RewardSecrets};
 use serde_json::{Value, json};
 

@@ -15,7 +15,7 @@ use rlood_types::event::Event;
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
 use rlood_types::protocol::{BreakerState, JournalEntry};
-use rlood_types::sample::{RewardSample, RewardValue, RolloutId};
+use rlood_types::rollout::{RewardSample, RewardValue, RolloutId};
 use rlood_types::spec::{RewardPlan, RewardSecrets};
 use serde_json::{Value, json};
 

@@ -9,7 +9,7 @@ use rlood_rewards::{JobContext, RewardDeps, RewardFailure, Rewards, Scored};
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
 use rlood_types::protocol::{JournalEntry, RewardAnswer};
-use rlood_types::sample::{RewardValue, RolloutId};
+use rlood_types::rollout::{RewardValue, RolloutId};
 use rlood_types::spec::{RewardPlan, RewardSecrets};
 use serde_json::{Value, json};
 

@@ -9,7 +9,7 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, Response};
 use rlood_types::event::FinishReason;
-use rlood_types::sample::RewardSample;
+use rlood_types::rollout::RewardSample;
 use rlood_types::spec::RewardPlan;
 use serde_json::{Map, Value, json};
 

@@ -11,7 +11,7 @@ use rlood_rewards::http_client::{Lookup, refusal, restricted_client_builder, res
 use rlood_rewards::{JobContext, Rewards};
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
-use rlood_types::sample::RolloutId;
+use rlood_types::rollout::RolloutId;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 

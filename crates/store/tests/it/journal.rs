@@ -5,7 +5,7 @@ use rlood_store::StoreError;
 use rlood_types::event::{FinishReason, Metrics};
 use rlood_types::job::State;
 use rlood_types::protocol::{JournalEntry, Outcome, RewardAnswer};
-use rlood_types::sample::{Generated, RolloutId, SampledGroup, Segments};
+use rlood_types::rollout::{Generated, RolloutId, SampledGroup, Segments};
 
 use crate::setting::{LEASE, Setting, T0};
 

@@ -6,7 +6,7 @@ use rlood_types::event::{Event, Metrics, Phase, SamplePhase};
 use rlood_types::id::{JobId, WorkerId};
 use rlood_types::job::{Failure, FailureClass, State};
 use rlood_types::protocol::{EventBatch, JournalEntry, Outcome, RewardAnswer};
-use rlood_types::sample::{RolloutId, SampledGroup};
+use rlood_types::rollout::{RolloutId, SampledGroup};
 use serde_json::json;
 
 use crate::setting::{LEASE, Setting, T0, plan};

@@ -12,7 +12,7 @@ use crate::event::{Event, Metrics, Phase};
 use crate::id::JobId;
 use crate::job::Failure;
 use crate::reward::JobContext;
-use crate::sample::{RewardSample, RolloutPart, Score};
+use crate::rollout::{RewardSample, RolloutPart, Score};
 
 /// One run of the training loop in a preflight, as recorded.
 pub(super) struct PreflightRun<'p> {

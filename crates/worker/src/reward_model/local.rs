@@ -13,7 +13,7 @@ use crate::error_text::with_causes;
 use crate::modelcard::ClassifierCard;
 use crate::reward::Judgement;
 use crate::reward::local::{LocalModel, LocalModels};
-use crate::sample::{RewardSample, RewardValue};
+use crate::rollout::{RewardSample, RewardValue};
 use crate::spec::{Plan, RewardModelPlan};
 
 /// The local reward models of one attempt at a job. Rewards with the same plan share one loaded model.

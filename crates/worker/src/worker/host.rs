@@ -20,7 +20,7 @@ use crate::error_text::with_causes;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::protocol::Publish;
 use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
-use crate::sample::{RolloutId, SampledGroup};
+use crate::rollout::{RolloutId, SampledGroup};
 
 /// Maximum number of times that a checkpoint is uploaded if the server rejects it.
 const MAX_PUBLISH_ATTEMPTS: u32 = 5;

@@ -18,7 +18,7 @@ use crate::error_text::with_causes;
 use crate::event::SamplePhase;
 use crate::protocol::{JournalBatch, JournalEntry, RewardAnswer};
 use crate::reward::journal::{JournalClosed, JournaledRequest};
-use crate::sample::{RolloutId, SampledGroup};
+use crate::rollout::{RolloutId, SampledGroup};
 
 /// Approximate maximum size in bytes of the entries in one call to the server.
 const MAX_BYTES: usize = 4 << 20;

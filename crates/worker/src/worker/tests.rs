@@ -31,7 +31,7 @@ use crate::event::{Event, FinishReason, Metrics, SamplePhase};
 use crate::id::{CheckpointId, DatasetId, JobId, WorkerId};
 use crate::modelcard;
 use crate::protocol::{Claim, FileEntry};
-use crate::sample::{RewardSample, RolloutId};
+use crate::rollout::{RewardSample, RolloutId};
 use crate::spec::Plan;
 
 const ROWS: &str = "{\"prompt\": \"one\", \"answer\": \"1\"}\n{\"prompt\": \"two\", \"answer\": \"2\"}\n";

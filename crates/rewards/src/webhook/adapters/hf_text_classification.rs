@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::{Text, body, check_length, detect_softmax, label_names, label_score, list};
 use crate::SampleError;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::secret_filter::Preserved;
 use crate::spec::LabelPlan;
 use crate::webhook::answer::{Answer, parse};

@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use super::{check_length, template_failed};
 use crate::SampleError;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::{HttpTemplatePlan, SampleTemplate};
 use crate::webhook::answer::{Answer, Found, name, number, parse};
 use crate::webhook::dialect::{Batch, Batching, Dialect};

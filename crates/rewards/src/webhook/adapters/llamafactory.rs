@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Text, body, check_length, list_in};
 use crate::SampleError;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::TextPlan;
 use crate::webhook::answer::{Answer, number, parse};
 use crate::webhook::dialect::{Batch, Dialect};

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{body, list_in, template_failed};
-use crate::sample::{RewardSample, RewardValue};
+use crate::rollout::{RewardSample, RewardValue};
 use crate::secret_filter::Preserved;
 use crate::spec::{OpenaiJudgePlan, SampleTemplate};
 use crate::webhook::answer::{Answer, Found, parse};

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::{Text, check_length, label_of, list_in};
 use crate::SampleError;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::OpenrlhfPlan;
 use crate::webhook::answer::{Answer, Found, number, parse};
 use crate::webhook::dialect::{Batch, Dialect};

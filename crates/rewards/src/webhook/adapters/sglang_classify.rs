@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::vllm_classify::{label_number, numbered};
 use super::{Text, body, check_length, list};
 use crate::SampleError;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::LabelPlan;
 use crate::webhook::answer::{Answer, parse};
 use crate::webhook::dialect::{Batch, Dialect};

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::label_of;
 use crate::SampleError;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::SlimePlan;
 use crate::webhook::answer::{Answer, name, number, parse};
 use crate::webhook::dialect::{Batch, Batching, Dialect};

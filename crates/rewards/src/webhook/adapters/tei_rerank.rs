@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Pair, body, by_index, list, tei_predict};
 use crate::SampleError;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::PairPlan;
 use crate::webhook::answer::{Answer, number, parse};
 use crate::webhook::dialect::{Batch, Batching, Dialect, HealthCheck};

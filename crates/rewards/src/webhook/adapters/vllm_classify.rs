@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{Text, body, by_index, detect_softmax, list_in};
 use crate::SampleError;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::LabelPlan;
 use crate::webhook::answer::{Answer, Found, name, number, parse};
 use crate::webhook::dialect::{Batch, Dialect};

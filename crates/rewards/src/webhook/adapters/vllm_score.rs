@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Pair, body, by_index, list_in};
 use crate::SampleError;
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 use crate::spec::PairPlan;
 use crate::webhook::answer::{Answer, number, parse};
 use crate::webhook::dialect::{Batch, Dialect};

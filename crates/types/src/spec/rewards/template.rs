@@ -8,7 +8,7 @@ use minijinja::{Environment, Error, ErrorKind, Output, State, UndefinedBehavior,
 use serde_json::{Map, json};
 
 use crate::jinja::{Ordered, Template, charge, environment, to_json, to_json_value, to_value};
-use crate::sample::RewardSample;
+use crate::rollout::RewardSample;
 
 /// Maximum number of instructions per rendering. A typical rendering takes tens.
 const MAX_INSTRUCTIONS: u64 = 1_000_000;

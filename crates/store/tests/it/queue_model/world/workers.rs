@@ -11,7 +11,7 @@ use rlood_types::event::{Event, Metrics, Phase, SamplePhase};
 use rlood_types::id::{JobId, WorkerId};
 use rlood_types::job::{Failure, FailureClass, Requested, State};
 use rlood_types::protocol::{EventBatch, FileEntry, JournalEntry, Outcome, PROTOCOL, Register, RewardAnswer};
-use rlood_types::sample::{RolloutId, SampledGroup};
+use rlood_types::rollout::{RolloutId, SampledGroup};
 
 impl World {
     pub(super) fn next_in_queue(&self) -> Option<JobId> {
