@@ -18,7 +18,7 @@
 //! | `rlood-engine`: [`engine`] | the training loop; synchronous, works on token ids, independent of jobs and HTTP |
 //! | `rlood-model-files`: [`modelcard`] | the contents of a model's folder, without tensors |
 //! | `rlood-kernels` | compute kernels of the engine; all unsafe code |
-//! | `rlood-types`: [`callback`] [`dataset`] [`digest`] [`doctor`] [`error_text`] [`event`] [`export`] [`failpoint`] [`generate`] [`id`] [`job`] [`lifecycle`] [`one_shot`] [`outgoing`] [`preflight`] [`protocol`] [`rollout`] [`scopes`] [`spec`] [`storage`] [`strict_json`] [`verdict`] | shared plain types, no I/O |
+//! | `rlood-types`: [`callback`] [`dataset`] [`digest`] [`doctor`] [`error_text`] [`event`] [`export`] [`failpoint`] [`generate`] [`id`] [`job`] [`one_shot`] [`outgoing`] [`preflight`] [`protocol`] [`rollout`] [`scopes`] [`spec`] [`storage`] [`strict_json`] [`verdict`] [`webhooks`] | shared plain types, no I/O |
 //! | `rlood-templates`: [`jinja`] | templates in a sandbox |
 //!
 //! # One job through the files
@@ -42,8 +42,8 @@ pub use rlood_store as store;
 pub use rlood_store::files;
 pub use rlood_templates as jinja;
 pub use rlood_types::{
-    callback, dataset, digest, doctor, error_text, event, export, failpoint, generate, id, job, lifecycle, one_shot,
-    outgoing, preflight, protocol, rollout, scopes, spec, storage, strict_json, task, verdict,
+    callback, dataset, digest, doctor, error_text, event, export, failpoint, generate, id, job, one_shot, outgoing,
+    preflight, protocol, rollout, scopes, spec, storage, strict_json, task, verdict, webhooks,
 };
 pub use rlood_worker::{exporter, judge, reward_model, worker};
 

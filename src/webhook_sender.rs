@@ -14,8 +14,6 @@ use tokio::sync::Notify;
 
 use crate::error_text::with_causes;
 use crate::id::WebhookId;
-use crate::lifecycle::message::{LifecycleData, Message, TestData};
-use crate::lifecycle::retry_in_ms;
 use crate::outgoing::OutgoingPolicy;
 use crate::reward::http_client::restricted_client_builder;
 use crate::reward::signature::Key;
@@ -23,6 +21,8 @@ use crate::reward::signed_post::{self, SendError, Signed, retry_after};
 use crate::store::webhooks::WebhookRow;
 use crate::store::{DeliveryRow, MessageEvent, Next, TryRow};
 use crate::store::{Store, StoreError, clock_ms};
+use crate::webhooks::message::{LifecycleData, Message, TestData};
+use crate::webhooks::retry_in_ms;
 
 /// Time limit for an endpoint to answer.
 const TIMEOUT: Duration = Duration::from_secs(15);

@@ -1,5 +1,5 @@
 //! The lifecycle messages in the `webhooks` section of the OpenAPI document. The webhook sender delivers them;
-//! `lifecycle` has their types.
+//! [`crate::webhooks`] has their types.
 
 use serde::Serialize;
 use utoipa::openapi::path::Paths;
@@ -7,7 +7,7 @@ use utoipa::openapi::{Components, OpenApi};
 use utoipa::{OpenApi as _, ToSchema};
 
 use super::list::Time;
-use crate::lifecycle::message::{
+use crate::webhooks::message::{
     CancelledDetail, CheckpointDetail, FailedDetail, LifecycleData, PausedDetail, QueuedDetail, RewardDetail,
     StartedDetail, SucceededDetail, TestData,
 };

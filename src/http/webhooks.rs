@@ -18,12 +18,12 @@ use super::idempotency::{Answer, identity, once};
 use super::list::{List, PageQuery, Time};
 use super::reach;
 use crate::id::WebhookId;
-use crate::lifecycle::MessageType;
 use crate::outgoing::OutgoingError;
 use crate::reward::signature::Key;
 use crate::scopes::Scope;
 use crate::store::clock_ms;
 use crate::store::webhooks::{KeepOld, MAX_OLD_SECRETS, NewWebhook, WebhookPatch, WebhookRow};
+use crate::webhooks::MessageType;
 
 /// Maximum number of subscriptions per owner; the same limit applies to subscriptions to all owners' jobs.
 const MAX_WEBHOOKS: u64 = 100;

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use rlood::id::{CheckpointId, JobId};
 use rlood::job::{RetryFrom, State};
-use rlood::lifecycle::MessageType;
 use rlood::scopes::Scope;
 use rlood::spec::format::Format;
+use rlood::webhooks::MessageType;
 use rlood_client::{
     AuditFilter, Checked, Client, Content, DatasetUpload, Document, ExportForm, Fork, GenerationRequest, JobChange,
     JobFilter, JobUpdate, KeyState, MetricsQuery, NewKey, NewWebhook, Preflight, SampleQuery, WebhookPatch, Which,

@@ -22,7 +22,6 @@ const OF_OTHER_CRATES: &[&str] = &[
     "id",
     "jinja",
     "job",
-    "lifecycle",
     "one_shot",
     "modelcard",
     "outgoing",
@@ -35,6 +34,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "strict_json",
     "task",
     "verdict",
+    "webhooks",
 ];
 
 /// Each module, and what it may import besides plain types and itself.

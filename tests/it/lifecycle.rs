@@ -377,7 +377,7 @@ async fn the_schedule_ends_after_ten_tries() {
     for tries in 1..=10 {
         let (_, due) = server.state.store.deliveries_due(now).await.unwrap().pop().expect("due");
         assert_eq!((&due.id, due.tries), (&message.id, tries - 1));
-        let next = rlood::lifecycle::retry_in_ms(tries, 0.0).map_or(Next::GiveUp, |pause| Next::Retry(now + pause));
+        let next = rlood::webhooks::retry_in_ms(tries, 0.0).map_or(Next::GiveUp, |pause| Next::Retry(now + pause));
         let tried = TryRow { time: now, duration_ms: 1, status: None, error: Some("no connection".to_owned()) };
         server.state.store.delivery_tried(&message.id, tried, next, now).await.unwrap();
         if let Next::Retry(at) = next {

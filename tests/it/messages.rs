@@ -6,9 +6,9 @@ use boon::{Compiler, Schemas};
 use rlood::event::{Event, RewardChange, SamplePhase};
 use rlood::id::JobId;
 use rlood::job::{Ending, EndingCode, Failure, FailureClass};
-use rlood::lifecycle::{MessageType, TEST_TYPE};
 use rlood::protocol::{FileEntry, Outcome};
 use rlood::store::{PublishCheckpoint, clock_ms};
+use rlood::webhooks::{MessageType, TEST_TYPE};
 use serde_json::{Value, json};
 
 use crate::lifecycle::{Endpoint, start_sender, subscribe};
@@ -148,7 +148,7 @@ async fn every_message_that_is_sent_fits_the_document() {
 
 #[test]
 fn an_early_end_fits_too() {
-    use rlood::lifecycle::message::{LifecycleData, Message, SucceededDetail};
+    use rlood::webhooks::message::{LifecycleData, Message, SucceededDetail};
     let ending = Ending {
         code: EndingCode::EarlyStopping,
         message: "no better".to_owned(),

@@ -1,5 +1,6 @@
 //! Checkpoints: published rows that refer to complete files. The files are written first, then the row.
 
+use rlood_types::webhooks::message::CheckpointDetail;
 use serde_json::json;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
@@ -9,7 +10,6 @@ use super::journal::journal_trim;
 use super::{Doing, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::event::Metrics;
 use crate::id::{CheckpointId, JobId};
-use crate::lifecycle::message::CheckpointDetail;
 use crate::protocol::FileEntry;
 use crate::spec::CheckpointPlan;
 

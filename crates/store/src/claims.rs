@@ -4,6 +4,9 @@
 
 use std::collections::BTreeMap;
 
+use rlood_types::webhooks::message::{
+    CancelledDetail, FailedDetail, PausedDetail, QueuedDetail, StartedDetail, SucceededDetail,
+};
 use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
 
@@ -22,9 +25,6 @@ use crate::event::Phase;
 use crate::failpoint::without;
 use crate::id::{CheckpointId, JobId, WorkerId};
 use crate::job::{Failure, FailureClass, Requested, State};
-use crate::lifecycle::message::{
-    CancelledDetail, FailedDetail, PausedDetail, QueuedDetail, StartedDetail, SucceededDetail,
-};
 use crate::protocol::Outcome;
 use crate::spec::{Arithmetic, Plan, RewardSecrets};
 

@@ -1,6 +1,7 @@
 //! Deliveries of lifecycle messages to webhooks: an outbox that a trigger fills in the transaction of each event, and the log of
 //! delivery attempts.
 
+use rlood_types::webhooks::TEST_TYPE;
 use sqlx::sqlite::SqliteRow;
 
 use super::webhooks::WebhookRow;
@@ -9,7 +10,6 @@ use super::{
     page,
 };
 use crate::id::WebhookId;
-use crate::lifecycle::TEST_TYPE;
 
 /// State of a message to a webhook.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, utoipa::ToSchema)]

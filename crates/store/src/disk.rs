@@ -1,12 +1,13 @@
 //! Automatic pauses of jobs when the disk is nearly full, and their end.
 
+use rlood_types::webhooks::message::{PausedDetail, QueuedDetail};
+
 use super::events::event_insert;
 use super::jobs::job_row;
 use super::moves::{Transition, job_transition};
 use super::{Doing, JobRow, Store, StoreError, id_column};
 use crate::id::JobId;
 use crate::job::State;
-use crate::lifecycle::message::{PausedDetail, QueuedDetail};
 
 /// `status_reason` of a job that is paused because the disk is nearly full.
 pub const DISK_FULL: &str = "disk_full";

@@ -1,5 +1,6 @@
 //! The output of a run: events (history, SSE feed and outbox in one), steps, samples and logs.
 
+use rlood_types::webhooks::message::RewardDetail;
 use serde::Serialize;
 use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -14,7 +15,6 @@ use crate::event::{Event, Metrics, Phase, Sample, SamplePhase};
 use crate::failpoint::{fail_point, without};
 use crate::id::JobId;
 use crate::job::{Ending, EndingCode};
-use crate::lifecycle::message::RewardDetail;
 use crate::protocol::EventBatch;
 
 /// One event of a job.

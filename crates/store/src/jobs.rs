@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
+use rlood_types::webhooks::message::QueuedDetail;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -15,7 +16,6 @@ use super::{
 use crate::event::Phase;
 use crate::id::{IdError, JobId, WorkerId};
 use crate::job::{Action, Ending, Failure, Requested, State};
-use crate::lifecycle::message::QueuedDetail;
 use crate::spec::{Plan, RewardSecrets};
 
 /// `status_reason` of a queued job whose model is being downloaded.

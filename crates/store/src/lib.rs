@@ -53,7 +53,7 @@ mod version;
 pub mod webhooks;
 pub mod workers;
 
-use rlood_types::{callback, digest, event, failpoint, id, job, lifecycle, protocol, rollout, scopes, spec, verdict};
+use rlood_types::{callback, digest, event, failpoint, id, job, protocol, rollout, scopes, spec, verdict};
 
 use std::collections::HashMap;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};

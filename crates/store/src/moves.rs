@@ -1,5 +1,6 @@
 //! State changes: a user's actions on a job (cancel, pause, resume), and the single SQL statement that moves a job out of a state.
 
+use rlood_types::webhooks::message::{CancelledDetail, PausedDetail, QueuedDetail};
 use serde::Serialize;
 use serde_json::json;
 use sqlx::sqlite::SqliteConnection;
@@ -11,7 +12,6 @@ use super::journal::journal_close;
 use super::{Doing, JobRow, Store, StoreError, int, to_json};
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State};
-use crate::lifecycle::message::{CancelledDetail, PausedDetail, QueuedDetail};
 
 impl Store {
     /// Cancels a job: immediately if queued or paused, by a request to its worker if running. Repeating the call has no effect.

@@ -1,5 +1,6 @@
 //! Statistics of jobs' rewards as reported by their workers, and jobs that wait for a reward service.
 
+use rlood_types::webhooks::message::QueuedDetail;
 use sqlx::sqlite::SqliteRow;
 
 use super::claims::owned_row;
@@ -8,7 +9,6 @@ use super::moves::{Transition, job_transition};
 use super::{Doing, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::id::JobId;
 use crate::job::State;
-use crate::lifecycle::message::QueuedDetail;
 use crate::protocol::{RewardHealth, RewardReport, RewardReports};
 
 /// Selects jobs that wait for a reward service.

@@ -1,10 +1,10 @@
 //! Webhooks, which subscribe to lifecycle messages.
 
+use rlood_types::webhooks::MessageType;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::{Doing, Newest, Page, Store, StoreError, column, id_column, json_column, to_json};
 use crate::id::WebhookId;
-use crate::lifecycle::MessageType;
 
 /// A webhook and its settings.
 #[derive(Clone)]

@@ -11,7 +11,6 @@ pub mod failpoint;
 pub mod generate;
 pub mod id;
 pub mod job;
-pub mod lifecycle;
 pub mod one_shot;
 pub mod outgoing;
 pub mod preflight;
@@ -24,5 +23,6 @@ pub mod strict_json;
 pub mod task;
 pub mod trajectory;
 pub mod verdict;
+pub mod webhooks;
 
 use rlood_templates as jinja;

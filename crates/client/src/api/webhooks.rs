@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use reqwest::Method;
 use rlood_types::id::{JobId, WebhookId};
-use rlood_types::lifecycle::MessageType;
+use rlood_types::webhooks::MessageType;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
