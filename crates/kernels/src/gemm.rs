@@ -6,6 +6,8 @@
 
 mod job;
 mod outer;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod pairs;
 pub(super) mod product;
 #[cfg(target_arch = "x86_64")]
 mod shared;
@@ -149,7 +151,7 @@ fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize, (width, si
         SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, jobs, scratch, rows, panels));
     };
     #[cfg(target_arch = "x86_64")]
-    if isa.rounds_inputs() && amx::shares(jobs, rows) {
+    if isa.rounds_inputs() && pairs::shares(jobs, rows) {
         return shared::spread(threads, isa, jobs, rows, width);
     }
     divide_work(threads, isa, jobs[0].side, rows, width, size, |rows, panels| cell(jobs, rows, panels));
@@ -159,7 +161,7 @@ fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize, (width, si
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SharedInputs {
     #[cfg(target_arch = "x86_64")]
-    tiled: Option<amx::Tiled>,
+    tiled: Option<pairs::Tiled>,
 }
 
 impl SharedInputs {
@@ -275,7 +277,7 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
     assert!(isa.runs(), "{isa} does not run on this machine");
     #[cfg(target_arch = "x86_64")]
     if isa.rounds_inputs()
-        && amx::shares(std::slice::from_ref(&base), rows)
+        && pairs::shares(std::slice::from_ref(&base), rows)
         && [a, b].iter().all(|factor| factor.dtype() == PackDtype::Bf16)
     {
         return shared::linear(threads, isa, &base, (a, b, parts), hidden_out, rows);

@@ -26,6 +26,25 @@ pub enum PackDtype {
 #[repr(C, align(64))]
 pub(super) struct Line(pub(super) [u32; LANES]);
 
+/// Allocates zeros, on Linux in huge pages where the kernel has them: decode steps read all weights in order, and an address
+/// translation every 4 KiB would hold them up.
+fn zeros_in_huge_pages(count: usize) -> Vec<Line> {
+    let mut lines: Vec<Line> = Vec::with_capacity(count);
+    #[cfg(target_os = "linux")]
+    {
+        const PAGE: usize = 4096;
+        let start = lines.as_ptr().addr();
+        let whole_pages = start.next_multiple_of(PAGE)..(start + count * size_of::<Line>()) / PAGE * PAGE;
+        if !whole_pages.is_empty() {
+            // Safety: the range is inside the allocation, and the advice changes no value. An error means that there are no
+            // huge pages.
+            unsafe { libc::madvise(whole_pages.start as *mut libc::c_void, whole_pages.len(), libc::MADV_HUGEPAGE) };
+        }
+    }
+    lines.resize(count, Line::default());
+    lines
+}
+
 /// A weight `[n, k]` (n outputs, k inputs), in panels of [`PANEL`] outputs, padded with zeros.
 ///
 /// | dtype | layout |
@@ -57,7 +76,7 @@ impl PackedMatrix {
 
     fn zeros(n: usize, k: usize, dtype: PackDtype) -> PackedMatrix {
         let mut packed = PackedMatrix { n, k, dtype, lines: vec![] };
-        packed.lines = vec![Line::default(); packed.panels() * packed.panel_words() / LANES];
+        packed.lines = zeros_in_huge_pages(packed.panels() * packed.panel_words() / LANES);
         packed
     }
 

@@ -5,11 +5,11 @@
 use std::arch::asm;
 use std::ops::Range;
 
+use super::super::gemm::pairs::{Begin, Output, Parts, ROWS, STEPS, valid};
 use super::super::gemm::product::copy;
 use super::super::gemm::{Job, Side};
 use super::super::pack::PANEL;
 use super::tiles::Place;
-use super::{Begin, Output, ROWS, STEPS, Tiled, valid};
 
 /// One product's contribution to the sums of two panels: inputs, weights, number of blocks.
 #[repr(C)]
@@ -37,18 +37,16 @@ struct Chain {
 /// Length of the summed dimension from which on two panels together are faster than one.
 const LONG: usize = 512;
 
-/// Whether [`product`] supports these jobs, for one tile of rows.
-pub(super) fn takes(jobs: &[Job<'_>]) -> bool {
-    jobs[0].sum.len() >= LONG && jobs.iter().all(|job| job.side == Side::Forward)
+/// Whether [`product`] supports these products, for one tile of rows.
+pub(super) fn takes(parts: &Parts<'_, '_>) -> bool {
+    let mut jobs = parts.iter().flatten().map(|(job, ..)| job);
+    jobs.clone().next().is_some_and(|first| first.sum.len() >= LONG) && jobs.all(|job| job.side == Side::Forward)
 }
-
-/// One or two products to add: each a job, its packed inputs, and its range of the summed dimension.
-pub(super) type Parts<'p, 'j> = [Option<(&'p Job<'j>, Tiled, Range<usize>)>; 2];
 
 /// Computes the outputs of panels for rows that fit into one tile, with untransposed weights.
 ///
 /// # Safety
-/// The same as for [`super::product`]; `sums` has room for two panels of one tile.
+/// The same as for [`super::super::gemm::pairs::product`]; `sums` has room for two panels of one tile.
 pub(super) unsafe fn product(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: Range<usize>, sums: *mut f32) {
     // Pair panels of the two halves: the CPU then reads each half in order, as a stream.
     let half = panels.len().div_ceil(2);
@@ -79,6 +77,12 @@ fn depth(job: &Job<'_>, sum: &Range<usize>, panel: usize) -> Range<usize> {
     start..sum.end.min(depth.end).max(start)
 }
 
+/// Where the sums of the tile start from, and where they are stored.
+fn place(begin: Begin, at: *mut f32, stride: usize) -> Place {
+    let (from, from_stride) = begin.at(0);
+    Place::new((from, from_stride, Output { at, stride }))
+}
+
 /// Computes one panel of outputs, or two with the same number of steps.
 unsafe fn chain(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: &[usize], sums: *mut f32) {
     let Some((first, _, sum)) = &parts[0] else { return };
@@ -101,12 +105,12 @@ unsafe fn chain(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: &[usize], su
             let begins = sum.start <= first.depth(panel).start;
             let (begin, y) = (Begin::of(first, begins, rows.start, column), first.y(rows.start, column));
             places[side] = if valid == PANEL && rows.len() == ROWS {
-                Place::new(begin, Output { at: y, stride: first.stride }, 0)
+                place(begin, y, first.stride)
             } else {
                 let sums = sums.add(side * ROWS * PANEL);
                 begin.copy(rows.clone(), rows.start, valid, sums);
                 edges[side] = Some((sums, y, valid));
-                Place::new(Begin::Rows(sums, PANEL), Output { at: sums, stride: PANEL }, 0)
+                place(Begin::Rows(sums, PANEL), sums, PANEL)
             };
         }
         multiply(&Chain { places, links }, panels.len() == 2);

@@ -3,15 +3,14 @@
 use std::arch::x86_64::*;
 use std::hint::black_box;
 
-use super::super::amx::{Begin, Output, ROWS as TILE};
+use super::super::gemm::pairs::{Block, ROWS as TILE, TILE_BYTES};
 use super::super::gemm::tile::prefetch;
 use super::super::pack::PANEL;
 
 /// Maximum number of rows in a group. The 16 independent sums of 8 rows hide the latency of the instruction.
 pub(super) const ROWS: usize = 8;
-/// Number of bytes of one row, and of all 16 rows, in a block of 32 steps of the packed inputs.
-const ROW_BYTES: usize = 64;
-const BLOCK_BYTES: usize = TILE * ROW_BYTES;
+/// Number of bytes of one row in a block of 32 steps of the packed inputs.
+const ROW_BYTES: usize = TILE_BYTES / TILE;
 /// Number of bytes of a panel's weights for one pair of steps, and for 32 steps.
 const PAIR_BYTES: usize = PANEL * 4;
 const WEIGHT_BYTES: usize = 16 * PAIR_BYTES;
@@ -19,23 +18,6 @@ const WEIGHT_BYTES: usize = 16 * PAIR_BYTES;
 const PREFETCH_DISTANCE: usize = 4096;
 /// Number of bytes in a cache line.
 const LINE: usize = 64;
-
-/// A block of a panel's weights, and the rows that are multiplied with it.
-pub(super) struct Block {
-    /// Packed inputs: tiles of 16 rows, `inputs_stride` bytes apart. A tile is a sequence of blocks of 32 steps.
-    pub inputs: *const u8,
-    pub inputs_stride: usize,
-    /// Packed weights of the panel: `[steps][16][32][2]` bf16.
-    pub weights: *const u8,
-    /// Number of blocks of 32 steps.
-    pub steps: usize,
-    /// Weights to prefetch meanwhile: those of the next block, or `weights` again if the next block is unknown.
-    pub next: *const u8,
-    /// Initial value of the sums.
-    pub from: Begin,
-    /// Memory that the sums are written to.
-    pub to: Output,
-}
 
 /// The arguments of a kernel: a group of rows and a block of weights.
 struct Group {
@@ -59,50 +41,45 @@ macro_rules! kernels {
 }
 const KERNELS: [[Kernel; ROWS]; 3] = kernels!(1 2 3 4 5 6 7 8);
 
-impl Block {
-    /// Multiplies the block of weights with `rows` rows.
-    ///
-    /// # Safety
-    /// The machine has AVX512-BF16, and the pointers are valid for all rows and steps.
-    pub unsafe fn multiply(&self, rows: usize) {
-        // Each group of rows is within one tile.
-        let groups_of = |rows: usize| rows.div_ceil(ROWS);
-        let groups = rows / TILE * groups_of(TILE) + groups_of(rows % TILE);
-        let mut number = 0;
-        for tile in 0..rows.div_ceil(TILE) {
-            let in_tile = (rows - tile * TILE).min(TILE);
-            let count = groups_of(in_tile);
-            for group in 0..count {
-                let first = in_tile * group / count;
-                let len = in_tile * (group + 1) / count - first;
-                let row = tile * TILE + first;
-                // A single group prefetches its own weights a little ahead. With several groups, the first two prefetch one
-                // half of the next block each.
-                let (fetch, lines) = match (groups, number) {
-                    (1, _) => (self.weights.wrapping_add(PREFETCH_DISTANCE), 2),
-                    (_, 0 | 1) => (self.next.wrapping_add(number * self.steps * WEIGHT_BYTES / 2), 1),
-                    _ => (self.weights, 0),
-                };
-                let (from, from_stride) = match self.from {
-                    Begin::Zero => (std::ptr::null(), 0),
-                    Begin::Bias(bias) => (bias, 0),
-                    Begin::Rows(rows, stride) => (rows.wrapping_add(row * stride), stride),
-                };
-                // Safety: the caller guarantees what this `unsafe fn` requires.
-                unsafe {
-                    KERNELS[lines][len - 1](&Group {
-                        inputs: self.inputs.add(tile * self.inputs_stride + first * ROW_BYTES),
-                        weights: self.weights,
-                        steps: self.steps,
-                        from,
-                        from_stride,
-                        to: self.to.at.wrapping_add(row * self.to.stride),
-                        to_stride: self.to.stride,
-                        fetch,
-                    });
-                }
-                number += 1;
+/// Multiplies the block of weights with its rows, in groups of up to 8.
+///
+/// # Safety
+/// The machine has AVX512-BF16, and the pointers are valid for all rows and steps.
+pub(super) unsafe fn multiply(block: &Block) {
+    let rows = block.rows;
+    // Each group of rows is within one tile.
+    let groups_of = |rows: usize| rows.div_ceil(ROWS);
+    let groups = rows / TILE * groups_of(TILE) + groups_of(rows % TILE);
+    let mut number = 0;
+    for tile in 0..rows.div_ceil(TILE) {
+        let in_tile = (rows - tile * TILE).min(TILE);
+        let count = groups_of(in_tile);
+        for group in 0..count {
+            let first = in_tile * group / count;
+            let len = in_tile * (group + 1) / count - first;
+            let row = tile * TILE + first;
+            // A single group prefetches its own weights a little ahead. With several groups, the first two prefetch one
+            // half of the next block each.
+            let (fetch, lines) = match (groups, number) {
+                (1, _) => (block.weights.wrapping_add(PREFETCH_DISTANCE), 2),
+                (_, 0 | 1) => (block.next.wrapping_add(number * block.steps * WEIGHT_BYTES / 2), 1),
+                _ => (block.weights, 0),
+            };
+            let (from, from_stride, to) = block.place(row);
+            // Safety: the caller guarantees what this `unsafe fn` requires.
+            unsafe {
+                KERNELS[lines][len - 1](&Group {
+                    inputs: block.inputs.add(tile * block.inputs_stride + first * ROW_BYTES),
+                    weights: block.weights,
+                    steps: block.steps,
+                    from,
+                    from_stride,
+                    to: to.at,
+                    to_stride: to.stride,
+                    fetch,
+                });
             }
+            number += 1;
         }
     }
 }
@@ -141,7 +118,7 @@ unsafe fn group<const MR: usize, const FETCH: usize>(group: &Group) {
                     *acc = [_mm512_dpbf16_ps(acc[0], x, weights[0]), _mm512_dpbf16_ps(acc[1], x, weights[1])];
                 }
             }
-            (x, w) = (x.add(BLOCK_BYTES), w.add(WEIGHT_BYTES));
+            (x, w) = (x.add(TILE_BYTES), w.add(WEIGHT_BYTES));
         }
         for (m, acc) in acc.iter().enumerate() {
             let to = group.to.add(m * group.to_stride);

@@ -3,10 +3,10 @@
 
 use std::ops::Range;
 
-#[cfg(target_arch = "x86_64")]
-use super::super::amx;
 use super::super::pack::{PANEL, PackedMatrix};
 use super::super::threads::Shared;
+#[cfg(target_arch = "x86_64")]
+use super::pairs;
 use super::{Output, Part, Term};
 
 /// The direction in which a weight is used.
@@ -126,10 +126,10 @@ pub(in super::super) struct Job<'a> {
     pub slot: usize,
     /// The packed inputs of all rows, if they were packed once for all threads.
     #[cfg(target_arch = "x86_64")]
-    pub tiled: Option<amx::Tiled>,
+    pub tiled: Option<pairs::Tiled>,
     /// The whole transposed weight, if it was transposed once for all threads.
     #[cfg(target_arch = "x86_64")]
-    pub transposed: Option<amx::Transposed>,
+    pub transposed: Option<pairs::Transposed>,
 }
 
 impl<'a> Job<'a> {

@@ -4,12 +4,13 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::super::amx::{self, ROWS, Tiled};
-use super::super::dpbf16;
+use super::super::amx::Amx;
+use super::super::dpbf16::Dpbf16;
 use super::super::isa::Isa;
 use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
 use super::super::threads::{Shared, Threads};
 use super::job::{Inputs, Job, Side, Start, Target};
+use super::pairs::{self, Multiply, ROWS, Tiled};
 use super::{Output, Part, SCRATCH, Term, next_call, product, run_jobs};
 
 thread_local! {
@@ -27,7 +28,7 @@ struct Buffers {
 
 /// Number of rows in a cell of an instruction set, few enough that their inputs stay in the second-level cache.
 fn cell_rows(isa: Isa) -> usize {
-    if isa == Isa::Amx { amx::ROWS_AT_ONCE } else { dpbf16::ROWS_AT_ONCE }
+    if isa == Isa::Amx { Amx::ROWS_AT_ONCE } else { Dpbf16::ROWS_AT_ONCE }
 }
 
 /// Computes the sum of one or two products with all threads.
@@ -36,9 +37,9 @@ pub(super) fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize,
         let mut pair = [jobs[0].clone(), jobs[jobs.len() - 1].clone()];
         let pair = &mut pair[..jobs.len()];
         transpose(threads, isa, pair, rows, &mut buffers.transposed);
-        for rows in product::balanced(0..rows, amx::rows_shared(pair, cell_rows(isa))) {
+        for rows in product::balanced(0..rows, pairs::rows_shared(pair, cell_rows(isa))) {
             for (job, buffer) in pair.iter_mut().zip(&mut buffers.inputs) {
-                job.tiled = Some(amx::share(threads, job, &rows, buffer));
+                job.tiled = Some(pairs::share(threads, job, &rows, buffer));
             }
             grid(threads, isa, pair, rows, width);
         }
@@ -49,7 +50,7 @@ pub(super) fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize,
 fn transpose(threads: &Threads, isa: Isa, jobs: &mut [Job<'_>], rows: usize, buffers: &mut [Vec<Line>; 2]) {
     for (job, buffer) in jobs.iter_mut().zip(buffers) {
         if job.side == Side::Backward && rows > cell_rows(isa) {
-            job.transposed = Some(amx::transpose_all(threads, job.weight, buffer));
+            job.transposed = Some(pairs::transpose_all(threads, job.weight, buffer));
         }
     }
 }
@@ -67,10 +68,10 @@ pub(super) fn with_shared_inputs<T>(
     }
     let (target, call) = (Target::new(Output { y: &mut [], stride: 0, rows: 0, add: false }, 0..0), next_call());
     let job = Job::new(Side::Forward, weight, inputs, Start::Zero, &target, call);
-    if !amx::shares(std::slice::from_ref(&job), rows) {
+    if !pairs::shares(std::slice::from_ref(&job), rows) {
         return f(None);
     }
-    LAID.with_borrow_mut(|lines| f(Some(amx::share(threads, &job, &(0..rows), lines))))
+    LAID.with_borrow_mut(|lines| f(Some(pairs::share(threads, &job, &(0..rows), lines))))
 }
 
 /// Divides a product into cells of whole tiles, with few enough rows that their inputs stay in the second-level
@@ -96,8 +97,8 @@ pub(super) fn linear(
     let rank = a.n();
     BUFFERS.with_borrow_mut(|buffers| {
         let Buffers { inputs: [inputs, low_rank_inputs], hidden, .. } = buffers;
-        for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(base), cell_rows(isa))) {
-            let tiled = Some(amx::share(threads, base, &rows, inputs));
+        for rows in product::balanced(0..rows, pairs::rows_shared(std::slice::from_ref(base), cell_rows(isa))) {
+            let tiled = Some(pairs::share(threads, base, &rows, inputs));
             // Safety: `room` returns memory for this many elements.
             let hidden = unsafe {
                 let values = product::room(hidden, rows.len() * rank);
@@ -113,7 +114,7 @@ pub(super) fn linear(
             }
             let inputs = Inputs { values: hidden, stride: rank, first_row: rows.start, first: 0 };
             let mut up = Job { parts, slot: 1, start: Start::Add, inputs, weight: b, sum: 0..rank, ..base.clone() };
-            up.tiled = Some(amx::share(threads, &up, &rows, low_rank_inputs));
+            up.tiled = Some(pairs::share(threads, &up, &rows, low_rank_inputs));
             grid(threads, isa, &[Job { tiled, ..base.clone() }, up], rows, base.columns.len());
         }
     });
@@ -128,7 +129,7 @@ pub(super) fn supports_backward(
 ) -> bool {
     let weight = of_weight.weight;
     let is_whole = |at: usize| at.is_multiple_of(PANEL) || at == weight.n();
-    amx::shares_rows(rows)
+    pairs::shares_rows(rows)
         && weight.n() * weight.k() > 0
         && [weight, a].into_iter().chain(b_transposed).all(|pack| pack.dtype() == PackDtype::Bf16)
         && parts.iter().all(|(outputs, _)| is_whole(outputs.start) && is_whole(outputs.end))
@@ -156,8 +157,8 @@ pub(super) fn linear_backward(
         let jobs = &mut jobs[..if adds { 2 } else { 1 }];
         transpose(threads, isa, jobs, rows, &mut buffers.transposed);
         let [of_dy, of_dh] = &mut buffers.inputs;
-        for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(&base), cell_rows(isa))) {
-            let tiled = amx::share(threads, &base, &rows, of_dy);
+        for rows in product::balanced(0..rows, pairs::rows_shared(std::slice::from_ref(&base), cell_rows(isa))) {
+            let tiled = pairs::share(threads, &base, &rows, of_dy);
             jobs[0].tiled = Some(tiled);
             for ((outputs, ranks), b) in parts.iter().zip(b_transposed) {
                 let y = &mut dh[rows.start * rank + ranks.start..rows.end * rank];
@@ -169,7 +170,7 @@ pub(super) fn linear_backward(
             }
             if let Some(job) = jobs.get_mut(1) {
                 let laid_out = Job { inputs: Inputs { values: dh, ..inputs }, ..job.clone() };
-                job.tiled = Some(amx::share(threads, &laid_out, &rows, of_dh));
+                job.tiled = Some(pairs::share(threads, &laid_out, &rows, of_dh));
             }
             grid(threads, isa, jobs, rows, width);
         }
