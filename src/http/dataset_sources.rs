@@ -191,8 +191,17 @@ async fn find(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<
         .collect();
     let origin = json!({"hub": repo.id(), "revision": wanted.revision.as_deref().unwrap_or(repo.revision()), "commit": info.commit,
                         "config": chosen.config, "split": chosen.split, "files": hashes});
-    let (commit, is_restricted) = (info.commit, info.is_restricted);
-    Ok(Found { hub, plan: RepoPlan { repo, commit, is_restricted, files, config: Value::Null }, origin })
+    let RepoInfo { commit, is_restricted, files: _, renamed_to } = info;
+    let origin = with_name(origin, renamed_to.as_deref());
+    Ok(Found { hub, plan: RepoPlan { repo, commit, is_restricted, files, config: Value::Null, renamed_to }, origin })
+}
+
+/// Adds a repository's new name to the origin of a dataset, if the hub has renamed it.
+fn with_name(mut origin: Value, renamed_to: Option<&str>) -> Value {
+    if let Some(name) = renamed_to {
+        origin["renamed_to"] = name.into();
+    }
+    origin
 }
 
 /// Downloads the files of a hub dataset. Files of a commit are cached for a day.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::hub::{COMMIT, Faults, Running, start};
+use crate::hub::{COMMIT, Faults, OLD_DATASET, Running, start};
 use crate::processes::{Server, command, model_copy, register, spec};
 
 const README: &str = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n  - split: test\n    path: main/test-*\n- config_name: socratic\n  data_files: socratic/*.jsonl\n---\n";
@@ -89,13 +89,18 @@ async fn a_data_set_of_the_hub_is_pinned_mapped_and_the_same_for_the_same_reques
     let rows = server.get(&format!("/datasets/{}/rows?limit=1", made["id"].as_str().unwrap())).await;
     assert_eq!(rows["data"][0]["record"]["prompt"][0]["content"], "End with ####.");
     assert_eq!(rows["data"][0]["record"]["answer"], "0");
+    assert_eq!(origin.get("renamed_to"), None, "{origin}");
     let (status, again) = post(&server, "/datasets", &wanted).await;
     assert_eq!((status, &again["id"]), (200, &made["id"]));
+    let former = json!({"hub": OLD_DATASET, "config": "main", "map": map(), "limit": 3});
+    let (status, made) = post(&server, "/datasets", &former).await;
+    assert_eq!((status, &made["origin"]["renamed_to"]), (201, &json!("fake/rows")), "{made}");
 
     for (body, at, says) in [
         (json!({"hub": "fake/rows"}), "/config", "config 'main' or 'socratic' must be chosen"),
         (json!({"hub": "fake/rows", "config": "main", "split": "trian"}), "/split", "did you mean 'train'?"),
         (json!({"hub": "fake/other"}), "/hub", "or it is private"),
+        (json!({"hub": "fake/tiny"}), "/hub", "fake/tiny is a model, not a dataset"),
         (json!({"hub": "a b"}), "/hub", "org/name"),
         (json!({"hub": "fake/rows", "config": "main", "map": {"promt": "question"}}), "", "unknown field `promt`"),
         (json!({"hub": "fake/rows", "config": "main", "seed": 1}), "/seed", "give limit as well"),
