@@ -16,12 +16,14 @@ use super::dataset_ranges::ranged;
 use super::error::{Code, Problem, shortened};
 use super::models::hub::{self, client};
 use super::rows::{WRITE_BYTES, check_disk, read_rows, rejected};
+use super::storage::check_limit;
 use crate::data::{CannotChoose, Chosen, NOT_FETCHED, Options, Preview, Source, choose, convert, preview};
 use crate::dataset::{Format, Recipe, Rejected, Summary};
 use crate::error_text::with_causes;
 use crate::files::StagedDone;
 use crate::hub::{Hub, Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
 use crate::spec::HubDataset;
+use crate::storage::StorageKind;
 
 /// Capacity of the channel from the conversion thread to the task that writes the file, in chunks.
 const PIECES: usize = 4;
@@ -90,8 +92,11 @@ pub(super) async fn convert_files(
     });
     // No size limit for the writer, because the conversion enforces it with a better error message.
     let mut out = state.files.stage(u64::MAX).await?;
+    let mut written = 0;
     while let Some(piece) = pieces.recv().await {
         check_disk(state)?;
+        written += piece.len() as u64;
+        check_limit(state, StorageKind::Datasets, written).await?;
         out.write(&piece).await?;
     }
     let converted = work.await.map_err(Problem::internal)?.map_err(rejected)?;
@@ -289,6 +294,14 @@ async fn converted_branch(
             return Err(cannot_choose(repo, &unreadable));
         }
     };
+    if repo.revision() != "main" {
+        let detail = format!(
+            "{}; the hub's converted copy exists only of the default revision, not of '{}': omit the revision to use it",
+            unreadable.detail,
+            repo.revision()
+        );
+        return Err(cannot_choose(repo, &CannotChoose { field: "revision", detail, ..unreadable }));
+    }
     // The grouping of files by config and split that the dataset's README would otherwise describe.
     let mut configs: Vec<(String, Vec<(String, String)>)> = Vec::new();
     for file in &listed {

@@ -129,9 +129,32 @@ async fn where_nothing_can_be_read_the_hub_s_converted_copy_is_taken() {
     let hub = start(files, Faults::default()).await;
     let dir = tempfile::tempdir().unwrap();
     let server = serve(&dir.path().join("data"), &hub, "none");
-    let (status, made) = post(&server, "/datasets", &json!({"hub": "fake/rows", "map": {"prompt": "question"}})).await;
+    let ask = |more: Value| {
+        let mut wanted = json!({"hub": "fake/rows", "map": {"prompt": "question"}});
+        wanted.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        wanted
+    };
+    let (status, made) = post(&server, "/datasets", &ask(json!({}))).await;
     assert_eq!((status, &made["num_rows"]), (201, &json!(40)), "{made}");
     assert_eq!(made["origin"]["files"][0]["path"], "converted/default/train/0000.parquet", "{made}");
+    // Configurations and splits are those of the copy.
+    for (more, path) in [
+        (json!({"config": "default"}), "converted/default/train/0000.parquet"),
+        (json!({"split": "test"}), "converted/default/test/0000.parquet"),
+        (json!({"config": "default", "split": "test", "revision": "main"}), "converted/default/test/0000.parquet"),
+    ] {
+        let (status, look) = post(&server, "/datasets/preview", &ask(more.clone())).await;
+        assert_eq!((status, &look["origin"]["files"][0]["path"]), (200, &json!(path)), "{more}: {look}");
+    }
+    for (more, at, says) in [
+        (json!({"config": "main"}), "/config", "there is no config 'main'; there are 'default'"),
+        (json!({"split": "tset"}), "/split", "did you mean 'test'?"),
+        (json!({"revision": COMMIT}), "/revision", "exists only of the default revision"),
+    ] {
+        let (status, answer) = post(&server, "/datasets", &ask(more.clone())).await;
+        assert_eq!((status, &answer["errors"][0]["pointer"]), (422, &json!(at)), "{more}: {answer}");
+        assert!(answer["detail"].as_str().unwrap().contains(says), "{more}: {answer}");
+    }
 }
 
 /// The same rows in a file of 20 MB: its footer, whose length precedes PAR1, moves to the end.
