@@ -282,6 +282,15 @@ fn rows_are_chosen_by_where_unique_limit_and_seed() {
 }
 
 #[test]
+fn unique_reads_the_column_of_its_path_beside_those_that_are_kept() {
+    let wanted = |unique: Value| recipe(json!({"map": {"keep": ["data_source"], "unique": unique}}));
+    let look = |unique: Value| preview(&[fixture("verl.parquet")], &wanted(unique), &options(), 2).unwrap();
+    let distinct = look(json!("reward_model.ground_truth"));
+    assert_eq!((distinct.rows.len(), distinct.rejected), (2, None));
+    assert_eq!(distinct.rows[1].as_object().unwrap().keys().collect::<Vec<_>>(), ["prompt", "data_source"]);
+}
+
+#[test]
 fn errors_name_file_row_and_column() {
     let dir = Dir::new();
     let source =
@@ -316,10 +325,33 @@ fn errors_name_file_row_and_column() {
             "row 2 (rows.ndjson): map.columns.a: 'answer' is null",
         ),
         (json!({"map": {"prompt": "answer"}}), "row 2 (rows.ndjson): map.prompt: 'answer' is null"),
+        (
+            json!({"map": {"prompt": "question", "where": "quesiton == 'a' and answer"}}),
+            "row 1 (rows.ndjson): map.where: there is no column 'quesiton'; columns are question, answer (did you mean 'question'?)",
+        ),
+        (
+            json!({"map": {"prompt": "question", "where": "answr"}}),
+            "row 1 (rows.ndjson): map.where: there is no column 'answr'; columns are question, answer (did you mean 'answer'?)",
+        ),
+        (
+            json!({"map": {"prompt": "question", "columns": {"a": "{{ answer | trim }}"}}}),
+            "row 2 (rows.ndjson): map.columns.a: 'answer' is null: give it a default, such as answer | default('', true)",
+        ),
+        (
+            json!({"map": {"prompt": "{{ question ~ ': ' ~ answer }}"}}),
+            "row 2 (rows.ndjson): map.prompt: 'answer' is null: give it a default",
+        ),
+        (
+            json!({"map": {"prompt": "question", "where": "answer | lower != 'x'"}}),
+            "row 2 (rows.ndjson): map.where: 'answer' is null: give it a default",
+        ),
     ] {
         let message = refused(&source, wanted.clone());
         assert!(message.starts_with(expected), "{wanted}: {message}");
     }
+    let defaults =
+        json!({"map": {"prompt": "question", "columns": {"answer": "{{ answer | default('-', true) | trim }}"}}});
+    assert_eq!(rows(&source, defaults)[1]["answer"], "-");
     let bad = [dir.file("bad.ndjson", b"{\"prompt\":\"a\"}\n{\"prompt\":\n{\"prompt\":\"c\"}\n")];
     assert!(refused(&bad, json!({})).starts_with("row 2 (bad.ndjson): broken JSON"), "{}", refused(&bad, json!({})));
     let long = format!("{{\"prompt\":\"a\",\"blob\":\"{}\"}}", "x".repeat(2 << 20));
