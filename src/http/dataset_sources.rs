@@ -103,10 +103,11 @@ pub(super) async fn convert_files(
     Ok((converted.summary, out.finish().await?, origin))
 }
 
-/// Checks and stores the rows that a conversion thread writes.
+/// Checks and stores the rows that a conversion thread writes. Errors name the `file`, if its name is known.
 pub(super) async fn written(
     state: &AppState,
     format: Format,
+    file: Option<&str>,
     write: impl FnOnce(&mut dyn std::io::Write) -> std::io::Result<()> + Send + 'static,
 ) -> Result<(Summary, StagedDone), Problem> {
     let (sender, pieces) = mpsc::channel(PIECES);
@@ -119,7 +120,7 @@ pub(super) async fn written(
         let piece = pieces.recv().await?;
         Some((Ok::<_, Problem>(Bytes::from(piece)), pieces))
     });
-    let read = read_rows(state, format, Box::pin(pieces), |problem| problem).await;
+    let read = read_rows(state, format, file, Box::pin(pieces), |problem| problem).await;
     // The error of storing rows comes first: after it the conversion thread fails too, but only with a broken pipe.
     let written = work.await.map_err(Problem::internal)?;
     let rows = read?;

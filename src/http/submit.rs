@@ -110,7 +110,8 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
             }
             Some("dataset") if rows.is_none() => {
                 let format = format_of_part(&part)?;
-                rows = Some(read_rows(state, format, part, broken_form).await?);
+                let file = part.file_name().map(str::to_owned);
+                rows = Some(read_rows(state, format, file.as_deref(), part, broken_form).await?);
             }
             Some(name @ ("spec" | "dataset")) => {
                 return Err(bad_form(format!("the form field '{name}' occurs twice: send it once")));
@@ -299,12 +300,13 @@ async fn store_uploaded_dataset(
         Some(Source::Uploaded(summary, staged, origin)) => (summary, staged, origin),
         Some(Source::Records(records)) => {
             let lines = records.into_iter().map(|record| Ok::<_, Problem>(Bytes::from(format!("{record}\n"))));
-            let (summary, staged) = read_rows(state, Format::Ndjson, stream::iter(lines), |problem| problem).await?;
+            let (summary, staged) =
+                read_rows(state, Format::Ndjson, None, stream::iter(lines), |problem| problem).await?;
             (summary, staged, None)
         }
         Some(several @ Source::Several(_)) => {
             let origin = several.origin();
-            let (summary, staged) = written(state, Format::Ndjson, move |out| several.write(out)).await?;
+            let (summary, staged) = written(state, Format::Ndjson, None, move |out| several.write(out)).await?;
             (summary, staged, origin)
         }
     };

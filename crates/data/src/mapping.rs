@@ -1,6 +1,6 @@
 //! The mapping (`map`) from the columns of source rows to the fields of dataset rows.
 
-use rlood_types::dataset::{COMPLETION, InvalidRecipe, PROMPT, RecipeMap, RowError, presets};
+use rlood_types::dataset::{COMPLETION, InvalidRecipe, PROMPT, RecipeMap, RowError, RowPlace, presets};
 use rlood_types::spec::SampleTemplate;
 use serde_json::{Map, Value, json};
 use std::cell::OnceCell;
@@ -115,7 +115,7 @@ fn failed(code: &'static str, at: &str, source: &str, why: &str, row: &Row) -> R
 }
 
 fn wrong(code: &'static str, detail: String) -> RowError {
-    RowError { line: 0, code, detail }
+    RowError { place: RowPlace::File, code, detail }
 }
 
 impl Mapping {

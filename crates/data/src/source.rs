@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flate2::bufread::MultiGzDecoder;
-use rlood_types::dataset::{Format, RowError, RowReader};
+use rlood_types::dataset::{Format, RowError, RowPlace, RowReader};
 use serde_json::Value;
 
 /// Maximum size of a source row, in bytes, before columns are dropped from it.
@@ -291,5 +291,5 @@ fn unreadable(error: io::Error) -> RowError {
 
 /// Creates an error about a file, not about one of its rows.
 pub fn whole(code: &'static str, detail: String) -> RowError {
-    RowError { line: 0, code, detail }
+    RowError { place: RowPlace::File, code, detail }
 }
