@@ -153,7 +153,11 @@ async fn preview_sources(
     chat_default: bool,
     rows: usize,
 ) -> Result<Result<Preview, Rejected>, Problem> {
-    let Files { sources, format, staged, .. } = files;
+    let Files { mut sources, format, staged, .. } = files;
+    // A file of this size was not received to its end, except by chance.
+    if staged.as_ref().is_some_and(|staged| staged.size_bytes >= PREVIEW_BYTES) {
+        sources = sources.into_iter().map(Source::cut).collect();
+    }
     let looked = tokio::task::spawn_blocking(move || {
         let cancelled = AtomicBool::new(false);
         let options = Options { format, chat_default, answers: false, max_bytes: u64::MAX, cancelled: &cancelled };

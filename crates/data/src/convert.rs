@@ -140,7 +140,11 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
         }
     }
     if source_rows.is_empty() && !is_late() {
-        return Err(rejected(whole("empty", "there are no rows: at least one is required".to_owned())));
+        let detail = match sources.iter().any(Source::is_cut) {
+            true => "the first row does not end within the part of the file that a preview reads",
+            false => "there are no rows: at least one is required",
+        };
+        return Err(rejected(whole("empty", detail.to_owned())));
     }
     let first = source_rows.first().and_then(Value::as_object);
     let has_prompt = first.is_some_and(|row| row.contains_key("prompt"));

@@ -405,6 +405,38 @@ fn a_preview_shows_columns_and_mapped_rows_and_suggests_a_map() {
 }
 
 #[test]
+fn a_preview_leaves_out_the_row_at_which_its_file_was_cut() {
+    let dir = Dir::new();
+    let row = |n: usize| format!("{{\"prompt\":\"p{n}\",\"kind\":\"{}\"}}", n % 2);
+    let lines: String = (0..6).map(|n| row(n) + "\n").collect();
+    let list = format!("[{}]", (0..6).map(row).collect::<Vec<_>>().join(",\n"));
+    let csv: String = (0..6).map(|n| format!("\"p{n}\",{}\n", n % 2)).collect();
+    // Long enough for several blocks of zstd.
+    let long: String =
+        (0..2000).map(|n| row(n).replace('}', &format!(",\"pad\":\"{:0200}\"}}\n", n * n * 7919))).collect();
+    let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    gz.write_all(long.as_bytes()).unwrap();
+    let (gz, zst) = (gz.finish().unwrap(), zstd::encode_all(long.as_bytes(), 3).unwrap());
+    let half = |bytes: Vec<u8>| bytes[..bytes.len() / 2].to_vec();
+    for (name, bytes) in [
+        ("a.ndjson", lines.as_bytes()[..lines.len() - 9].to_vec()),
+        ("a.json", list.as_bytes()[..list.len() - 9].to_vec()),
+        ("a.csv", format!("prompt,kind\n{}", &csv[..csv.len() - 4]).into_bytes()),
+        ("a.ndjson.gz", half(gz)),
+        ("a.ndjson.zst", half(zst)),
+    ] {
+        // More rows are wanted than a filter leaves.
+        let wanted = recipe(json!({"map": {"where": "kind == '1' and prompt in ['p1', 'p3']", "unique": "prompt"}}));
+        let whole = preview(&[dir.file(name, &bytes)], &wanted, &options(), 5);
+        assert!(whole.map_or(true, |whole| whole.rejected.is_some()), "{name}");
+        let look = preview(&[dir.file(name, &bytes).cut()], &wanted, &options(), 5).unwrap();
+        assert_eq!((look.rows.len(), look.rejected), (2, None), "{name}");
+    }
+    let one = preview(&[dir.file("one.ndjson", b"{\"prompt\":").cut()], &Recipe::default(), &options(), 3).unwrap_err();
+    assert!(one.errors[0].detail.contains("the first row does not end"), "{one:?}");
+}
+
+#[test]
 fn a_preview_of_a_large_file_is_fast() {
     let dir = Dir::new();
     let path = dir.0.path().join("large.csv");
