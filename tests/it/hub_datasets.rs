@@ -295,6 +295,25 @@ async fn a_job_names_a_data_set_of_the_hub() {
     let id = view["plan"]["dataset"]["id"].as_str().unwrap();
     let dataset = server.get(&format!("/datasets/{id}")).await;
     assert_eq!((&dataset["num_rows"], &dataset["origin"]["hub"]), (&json!(8), &json!("fake/rows")), "{dataset}");
+    // A name as in POST /datasets, and a map over rows that are here already.
+    let records = json!([{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]);
+    for (source, name) in [
+        (json!({"name": "named", "hub": "fake/rows", "config": "main", "map": map(), "limit": 9}), json!("named")),
+        (json!({"name": "mine", "records": records, "map": {"prompt": "question"}}), json!("mine")),
+        (json!({"id": id, "map": {"where": "answer != '0'"}, "limit": 7}), Value::Null),
+    ] {
+        let mut wanted = wanted.clone();
+        wanted["dataset"] = source.clone();
+        wanted["training"] = json!({"prompts_per_step": 1, "max_steps": 1});
+        let job = server.submit(&wanted).await;
+        let view = server.get(&format!("/jobs/{job}")).await;
+        let stored = view["plan"]["dataset"]["id"].as_str().unwrap();
+        assert_eq!(view["spec"]["dataset"], json!({"id": stored}), "{view}");
+        let dataset = server.get(&format!("/datasets/{stored}")).await;
+        assert_eq!(dataset["name"], name, "{source}: {dataset}");
+        let rows = source["limit"].as_u64().unwrap_or(2);
+        assert_eq!(dataset["num_rows"], rows, "{source}: {dataset}");
+    }
     wanted["dataset"]["map"]["prompt"] = json!("quesiton");
     let checked = server.post("/jobs/validate", &wanted).await;
     assert_eq!(checked["errors"][0]["pointer"], "/dataset", "{checked}");
@@ -310,12 +329,13 @@ async fn a_job_trains_on_several_sources_each_judged_by_its_own_rewards() {
     let dir = tempfile::tempdir().unwrap();
     let server = serve(&dir.path().join("data"), &hub, "cpu");
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
-    let stored = server.post("/datasets", &json!({"records": [{"prompt": "One?"}, {"prompt": "Two?"}]})).await;
+    let stored = json!({"records": [{"prompt": "Zero?"}, {"prompt": "One?"}, {"prompt": "Two?"}]});
+    let stored = server.post("/datasets", &stored).await;
     let mut wanted = spec("tiny", 16);
     wanted["dataset"] = json!([
         {"hub": "fake/rows", "config": "main", "map": map(), "limit": 8, "name": "maths", "weight": 3},
-        {"records": [{"prompt": "Say one word."}, {"prompt": "Say two words."}]},
-        {"id": stored["id"], "name": "stored", "weight": 1},
+        {"records": [{"q": "Say one word."}, {"q": "Say two words."}], "map": {"prompt": "q", "chat": true}},
+        {"id": stored["id"], "name": "stored", "weight": 1, "map": {"where": "prompt != 'Zero?'"}},
     ]);
     wanted["rewards"] = json!([
         {"type": "number_match", "column": "answer", "applies_to": "maths"},
@@ -335,6 +355,7 @@ async fn a_job_trains_on_several_sources_each_judged_by_its_own_rewards() {
     let joined = server.get(&format!("/datasets/{}", dataset["id"].as_str().unwrap())).await;
     assert_eq!((&joined["num_rows"], &joined["origin"]["sources"][0]["hub"]), (&json!(12), &json!("fake/rows")));
     assert_eq!(joined["origin"]["sources"][2]["dataset"], stored["id"], "{joined}");
+    assert_eq!(joined["origin"]["sources"][1]["recipe"]["map"]["prompt"], "q", "{joined}");
 
     // An epoch is 8 prompts of the largest source, and 16/3 and 8/3 of the others; 32 prompts are two epochs.
     let samples = server.get(&format!("/jobs/{job}/samples?limit=100")).await;
