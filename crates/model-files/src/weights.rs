@@ -37,6 +37,25 @@ impl TensorDtype {
             TensorDtype::F8E4M3 => 1,
         }
     }
+
+    /// Returns the short name of the number format: `f32`, `f16`, `bf16` or `fp8`.
+    pub fn name(self) -> &'static str {
+        match self {
+            TensorDtype::F32 => "f32",
+            TensorDtype::F16 => "f16",
+            TensorDtype::Bf16 => "bf16",
+            TensorDtype::F8E4M3 => "fp8",
+        }
+    }
+}
+
+/// Returns the number format in which most of a model's weights are stored; `None` = there are no tensors.
+pub fn precision(tensors: &[TensorLocation]) -> Option<TensorDtype> {
+    let formats = [TensorDtype::F32, TensorDtype::F16, TensorDtype::Bf16, TensorDtype::F8E4M3];
+    let stored = |dtype: TensorDtype| -> usize {
+        tensors.iter().filter(|tensor| tensor.dtype == dtype).map(TensorLocation::num_elements).sum()
+    };
+    formats.into_iter().filter(|dtype| stored(*dtype) > 0).max_by_key(|dtype| stored(*dtype))
 }
 
 /// The location of a tensor in a safetensors file.

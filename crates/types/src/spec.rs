@@ -57,7 +57,7 @@ pub use rewards::{Formula, JsonSchema, SampleTemplate, read_single_reward};
 pub use schema::{DraftDocument, DraftPlan, FormDocument, JobDocument};
 pub use secrets::{eval_secret_name, guard_secret_name};
 pub use settings::settings_page;
-pub use sources::{DatasetSource, HubDataset, MixedSource};
+pub use sources::{DatasetSource, HubDataset, MappedSource, MixedSource};
 pub use verdict::{VerdictDocument, VerdictSampling, VerdictSpec};
 pub use warm::WarmStartFacts;
 pub use warm_up::WarmUpSpec;

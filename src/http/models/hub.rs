@@ -9,7 +9,7 @@ use super::super::auth::Caller;
 use super::super::error::{Code, Problem, shortened};
 use super::super::reach;
 use super::super::storage::check_limit;
-use super::{read_card, record};
+use super::{RENAMED_TO, read_card, record};
 use crate::config::HubTokenFor;
 use crate::error_text::with_causes;
 use crate::hub::{FileHash, Hub, HubError, HubSettings, Repo, RepoKind, RepoPlan, find_cached, verify_cached};
@@ -145,7 +145,11 @@ async fn outline(
         let (card, files) = read_card(&folder).map_err(|problem| problem.detail().to_owned())?;
         let sha256 = announced_fingerprint(&folder, &files, &plan)?;
         // No stamp of the files yet, because they are not downloaded.
-        record(&card, "").map(|card| (card, sha256)).map_err(|problem| problem.detail().to_owned())
+        let mut card = record(&card, "").map_err(|problem| problem.detail().to_owned())?;
+        if let Some(name) = plan.renamed_to {
+            card[RENAMED_TO] = name.into();
+        }
+        Ok((card, sha256))
     });
     let (card, sha256) = described.await.map_err(Problem::internal)?.map_err(|detail| unusable(&id, &detail))?;
     Ok(Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: false }, is_here: false })
@@ -262,6 +266,7 @@ pub(in crate::http) fn problem(error: &HubError) -> Problem {
         HubError::Offline { .. } => (Code::InvalidModel, "hub_offline"),
         HubError::Gated { .. } => (Code::InvalidModel, "gated"),
         HubError::NoRepository { .. } => (Code::InvalidModel, "unknown_repository"),
+        HubError::WrongKind { .. } => (Code::InvalidModel, "wrong_kind"),
         HubError::BadToken => (Code::InvalidModel, "bad_token"),
         HubError::NoRevision { .. } => (Code::InvalidModel, "unknown_revision"),
         HubError::NoSpace { .. } => (Code::StorageFull, "too_large"),

@@ -17,6 +17,9 @@ use serde_json::{Value, json};
 use sha1::{Digest, Sha1};
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+/// Former names of the model `fake/tiny` and of the dataset `fake/rows`.
+pub const OLD_MODEL: &str = "former/tiny";
+pub const OLD_DATASET: &str = "former/rows";
 /// Files on the branch with the Parquet copy.
 pub const CONVERTED: &str = "converted/";
 /// Size in bytes from which files are stored in LFS.
@@ -175,16 +178,24 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     if path == "/parquet" {
         return converted(&fake, request.uri().query().unwrap_or_default());
     }
-    let api = path.strip_prefix("/api/models/fake/tiny").or_else(|| path.strip_prefix("/api/datasets/fake/rows"));
-    if let Some(rest) = api {
+    // Requests for the old names of renamed repositories are redirected on the same host.
+    for (old, new) in [(OLD_MODEL, "fake/tiny"), (OLD_DATASET, "fake/rows")] {
+        if path.contains(old) {
+            let location = request.uri().to_string().replacen(old, new, 1);
+            return (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, location)], "").into_response();
+        }
+    }
+    let of = |id| move |rest| (id, rest);
+    let api = path.strip_prefix("/api/models/fake/tiny").map(of("fake/tiny"));
+    if let Some((id, rest)) = api.or_else(|| path.strip_prefix("/api/datasets/fake/rows").map(of("fake/rows"))) {
         let is_converted = rest.contains("refs%2Fconvert%2Fparquet");
         let on_branch = |(path, _): &(&String, &Vec<u8>)| path.starts_with(CONVERTED) == is_converted;
         let siblings: Vec<Value> =
             fake.files.iter().filter(on_branch).map(|(path, bytes)| sibling(path, bytes)).collect();
         return match rest {
-            "/revision/main" | "" => description(&siblings, fake.faults.gated.is_some()),
-            "/revision/refs%2Fconvert%2Fparquet" => description(&siblings, fake.faults.gated.is_some()),
-            rest if rest == format!("/revision/{COMMIT}") => description(&siblings, fake.faults.gated.is_some()),
+            "/revision/main" | "" => description(id, &siblings, fake.faults.gated.is_some()),
+            "/revision/refs%2Fconvert%2Fparquet" => description(id, &siblings, fake.faults.gated.is_some()),
+            rest if rest == format!("/revision/{COMMIT}") => description(id, &siblings, fake.faults.gated.is_some()),
             rest if rest.starts_with("/tree/") => {
                 let entry = |(path, bytes): (&String, &Vec<u8>)| {
                     let mut entry = json!({"type": "file", "path": path, "size": bytes.len(), "oid": git_sha1(bytes)});
@@ -246,9 +257,9 @@ fn converted(fake: &Fake, query: &str) -> Response {
     axum::Json(json!({"parquet_files": files.collect::<Vec<_>>(), "partial": false})).into_response()
 }
 
-fn description(siblings: &[Value], gated: bool) -> Response {
+fn description(id: &str, siblings: &[Value], gated: bool) -> Response {
     let gated = if gated { json!("manual") } else { json!(false) };
-    let document = json!({"id": "fake/tiny", "modelId": "fake/tiny", "sha": COMMIT, "private": false, "gated": gated,
+    let document = json!({"id": id, "modelId": id, "sha": COMMIT, "private": false, "gated": gated,
                           "disabled": false, "tags": [], "downloads": 0, "siblings": siblings});
     axum::Json(document).into_response()
 }

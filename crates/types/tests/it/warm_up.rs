@@ -130,6 +130,15 @@ fn every_error_of_a_warm_up_has_its_pointer() {
         "one of the two",
     );
     refused(
+        |job| {
+            job["warm_up"]["dataset"] = json!({"records": [{"q": "?"}], "map": {"prompt": "q"}});
+            job["warm_up"]["map"] = json!({"prompt": "q"});
+        },
+        "/warm_up/map",
+        "conflict",
+        "one of the two",
+    );
+    refused(
         |job| job["warm_up"]["dataset"] = json!({"hub": "org/sft", "map": {"prompt": "messages", "cut_answer": true}}),
         "/warm_up/dataset",
         "conflict",
@@ -193,6 +202,14 @@ fn messages_are_prompts_and_mapped_records_need_not_be_rows() {
     assert_eq!(errors, []);
     let warm_up = spec.warm_up.unwrap();
     assert_eq!(warm_up.map.unwrap().completion.as_deref(), Some("answer"));
+    // The map may also be in the dataset, whose rows then stay as they are.
+    let rows = json!([{"messages": chat}]);
+    let (own, errors) = JobSpec::read(job(|job| {
+        job["warm_up"]["dataset"] = json!({"records": rows, "map": {"prompt": "messages"}, "limit": 1});
+    }));
+    assert_eq!(errors, []);
+    let Some(DatasetSource::Mapped(mapped)) = own.warm_up.unwrap().dataset else { panic!("mapped") };
+    assert_eq!((mapped.source, mapped.recipe.limit), (DatasetSource::Records(vec![rows[0].clone()]), Some(1)));
     assert!(spec.redacted["warm_up"]["dataset"]["records"].as_array().unwrap().is_empty(), "rows are not stored twice");
 }
 
