@@ -304,17 +304,15 @@ async fn send_dataset(
 ) -> Result<Response, Problem> {
     state.store.claim_check(job, attempt).await?;
     let plan = state.store.job_get(job).await?.plan()?;
-    let sha256 = match plan.eval {
-        _ if plan.dataset.id == dataset => plan.dataset.sha256,
-        Some(eval) if eval.dataset.id == dataset => eval.dataset.sha256,
-        Some(_) | None => match plan.warm_up {
-            Some(warm_up) if warm_up.dataset.id == dataset => warm_up.dataset.sha256,
-            Some(_) | None => return Err(Problem::not_found("dataset of this job", dataset)),
-        },
-    };
+    // The worker reads the prompts of the verdict too, because the warm-up leaves them out.
+    let of_eval = plan.eval.iter().flat_map(|eval| eval.datasets());
+    let of_warm_up = plan.warm_up.iter().map(|warm_up| &warm_up.dataset);
+    let mut datasets = std::iter::once(&plan.dataset).chain(of_eval).chain(of_warm_up);
+    let found = datasets.find(|plan| plan.id == dataset);
+    let found = found.ok_or_else(|| Problem::not_found("dataset of this job", dataset))?;
     // If the stored hash cannot be parsed, the ETag is a hash of its text. The worker checks the bytes against the expected
     // hash anyway.
-    let sha256 = sha256.parse().unwrap_or_else(|_| Sha256Digest::of(&sha256));
+    let sha256 = found.sha256.parse().unwrap_or_else(|_| Sha256Digest::of(&found.sha256));
     send(state.files.dataset(dataset), "dataset.ndjson".to_owned(), sha256, &headers).await
 }
 
