@@ -42,7 +42,7 @@ async fn a_verdict_is_begun_followed_and_shown_and_its_exit_code_is_its_word() {
         format!("won {}, lost {}, tied {}", result["won"], result["lost"], result["tied"]),
         known["checkpoint_id"].as_str().unwrap().to_owned(),
         "95 % interval".to_owned(),
-        "the checkpoint was chosen with these rows too, so the result is optimistic".to_owned(),
+        "these rows also chose this checkpoint: optimistic".to_owned(),
     ] {
         assert!(first.out.contains(&said), "{said}: {first:?}");
     }
