@@ -146,8 +146,8 @@ pub(super) async fn summary_of(state: &AppState, job: JobId) -> Result<Option<Ve
 /// Compare a checkpoint with its base model.
 ///
 /// Both models answer the same rows: those that only the verdict reads (`eval.test_fraction` or `eval.test_dataset`), otherwise the
-/// evaluation's, which also chose the checkpoint. Default: the best checkpoint (otherwise the newest), sampled as in the
-/// evaluation. The response comes immediately; `GET /verdicts/{id}` reports progress and the result. If an unfinished verdict on
+/// evaluation's, which also chose the checkpoint. Default: the best checkpoint (otherwise the newest; the job's result if an alert,
+/// divergence or early stopping ended it), sampled as in the evaluation. The response comes immediately; `GET /verdicts/{id}` reports progress and the result. If an unfinished verdict on
 /// the same checkpoint with the same sampling exists, it is returned instead of a second one (200).
 #[utoipa::path(post, path = "/jobs/{id}/verdict", tag = "Verdicts",
     params(("id" = JobId, Path), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours")),
@@ -179,7 +179,8 @@ async fn begin(state: AppState, id: JobId, body: Value) -> Result<Answer, Proble
     }
     let VerdictSpec { checkpoint, sampling } =
         VerdictSpec::read(&body, &plan, usual_sampling(&plan)).map_err(|errors| invalid(Code::InvalidBody, errors))?;
-    let checkpoint = generate::find(&state, &job, checkpoint.unwrap_or(CheckpointChoice::Best)).await?;
+    let usual = if job.ending.is_some() { CheckpointChoice::Result } else { CheckpointChoice::Best };
+    let checkpoint = generate::find(&state, &job, checkpoint.unwrap_or(usual)).await?;
     let request = json!(sampling);
     let known = state.store.task_list(TaskKind::Verdict, id, Some(checkpoint.id)).await?;
     if let Some(same) = known.into_iter().find(|task| !task.state.is_final() && task.request == request) {
