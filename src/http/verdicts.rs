@@ -20,6 +20,7 @@ use super::generate;
 use super::idempotency::{Answer, identity, once};
 use super::jobs::invalid;
 use super::list::{self, List, Time};
+use super::python_rewards;
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::spec::{CheckpointChoice, VerdictDocument, VerdictSpec};
 use crate::store::{NewTask, TaskKind, TaskRow, clock_ms};
@@ -165,14 +166,15 @@ async fn create_verdict(
     Path(id): Path<JobId>,
     HashedJson(body, sha256): HashedJson<Value>,
 ) -> Result<Response, Problem> {
-    let work = begin(state.clone(), id, body);
+    let work = begin(state.clone(), caller.clone(), id, body);
     let identity = identity(format_args!("{id} {sha256}"));
     once(&state, &caller, &headers, "POST /jobs/{id}/verdict", &identity, work).await
 }
 
-async fn begin(state: AppState, id: JobId, body: Value) -> Result<Answer, Problem> {
+async fn begin(state: AppState, caller: Caller, id: JobId, body: Value) -> Result<Answer, Problem> {
     let job = state.store.job_get(id).await?;
     let plan = job.plan()?;
+    python_rewards::check_plan(&state, &caller, id, &plan).await?;
     if plan.eval.is_none() {
         let detail = "the job has no evaluation, so there are no rows to compare on: submit it with eval {fraction} or eval {dataset}";
         return Err(Problem::new(Code::NoEvaluation, detail));

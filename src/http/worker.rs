@@ -231,11 +231,8 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         step: None,
         suggestion: Some(suggestion.to_owned()),
     };
-    let usable = match (model, python_rewards::withdrawn(&state.config.python_rewards, &plan)) {
-        (_, Some(why)) => {
-            let suggestion = "ask the operator to start the server with --python-rewards and the folder of the reward's file, then retry the job";
-            Err(failed("python_rewards_off", why, suggestion))
-        }
+    let usable = match (model, python_rewards::withdrawn(state, job, &plan).await?) {
+        (_, Some(withdrawn)) => Err(failed("python_rewards_off", withdrawn.detail, withdrawn.suggestion)),
         (None, None) => {
             let message = format!("the model '{}' was deleted while the job was queued", plan.model.id);
             Err(failed("model_missing", message, "register the model again and retry the job"))
