@@ -129,6 +129,8 @@ async fn a_job_is_judged_by_itself_on_rows_that_nothing_else_reads() {
     // The verdict is in the summary and in the events of the job.
     let summary = server.get(&format!("/jobs/{job}/summary")).await;
     assert_eq!((&summary["verdict"]["id"], &summary["verdict"]["verdict"]), (&verdict["id"], &result["verdict"]));
+    let first: Vec<&String> = summary.as_object().unwrap().keys().take(2).collect();
+    assert_eq!(first, ["id", "verdict"]);
     let events = server.get(&format!("/jobs/{job}/events?limit=100")).await;
     let kinds: Vec<&str> =
         events["data"].as_array().unwrap().iter().map(|event| event["type"].as_str().unwrap()).collect();
