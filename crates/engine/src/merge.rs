@@ -20,7 +20,7 @@ use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
 use self::companions::{copy_others, write_config, write_index};
-use self::layout::{FilePlan, TensorKind, TensorPlan, weight_files};
+use self::layout::{FilePlan, SINGLE, TensorKind, TensorPlan, weight_files};
 use self::update::{Sums, Update, add, updates_of};
 use super::error::{EngineError, Result};
 use super::load::{Weights, read_values};
@@ -159,7 +159,8 @@ pub fn merge(input: MergeInput<'_>, progress: &mut dyn FnMut(u64, u64) -> bool) 
             return Ok(None);
         }
     }
-    if plans.len() > 1 {
+    // Loaders find the weights by the name model.safetensors, or else by the index.
+    if files.iter().any(|file| file != SINGLE) {
         write_index(&plans, dtype, input.out_dir)?;
     }
     write_config(input.model_dir, dtype, input.out_dir)?;

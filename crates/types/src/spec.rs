@@ -58,6 +58,7 @@ pub use schema::{DraftDocument, DraftPlan, FormDocument, JobDocument};
 pub use secrets::{eval_secret_name, guard_secret_name};
 pub use settings::settings_page;
 pub use sources::{DatasetSource, HubDataset, MappedSource, MixedSource};
+pub(crate) use verdict::usual_temperature;
 pub use verdict::{VerdictDocument, VerdictSampling, VerdictSpec};
 pub use warm::WarmStartFacts;
 pub use warm_up::WarmUpSpec;
