@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::ModelDescription;
 use crate::config::{Activation, LayerNorms, QkNorm, RopeKind};
+use crate::{ModelDescription, TensorDtype};
 
 fn config(case: &str, file: &str) -> Value {
     let path = rlood_test_support::fixture("parity").join(case).join(file);
@@ -135,6 +135,23 @@ fn granite_without_positions_rotates_nothing() {
     let without = |value: &mut Value| value["position_embedding_type"] = Value::Null;
     assert!(changed("granitemoehybrid", without).unwrap().rotates.iter().all(|rotates| !rotates));
     assert!(changed("granitemoehybrid", |_| ()).unwrap().rotates.iter().all(|rotates| *rotates));
+}
+
+#[test]
+fn eight_bits_are_rounded_to_the_dtype_of_the_whole_model() {
+    let dtype = |case: &str, change: fn(&mut Value)| changed(case, change).unwrap().fp8_dtype;
+    assert_eq!(dtype("qwen3_fp8", |_| ()), TensorDtype::Bf16);
+    assert_eq!(dtype("qwen3_fp8", |value| value["dtype"] = json!("float32")), TensorDtype::F32);
+    assert_eq!(dtype("qwen3_fp8", |value| value["dtype"] = Value::Null), TensorDtype::Bf16);
+    let older = |value: &mut Value| (value["dtype"], value["torch_dtype"]) = (Value::Null, json!("float16"));
+    assert_eq!(dtype("qwen3_fp8", older), TensorDtype::F16);
+    assert_eq!(dtype("mistral3_ministral_fp8", older), TensorDtype::F16);
+    let both =
+        |value: &mut Value| (value["dtype"], value["text_config"]["dtype"]) = (json!("float32"), json!("float16"));
+    assert_eq!(dtype("mistral3_ministral_fp8", both), TensorDtype::F32);
+    let text =
+        |value: &mut Value| (value["dtype"], value["text_config"]["torch_dtype"]) = (Value::Null, json!("float32"));
+    assert_eq!(dtype("mistral3_ministral_fp8", text), TensorDtype::F32);
 }
 
 #[test]
