@@ -315,14 +315,20 @@ fn text_part(keys: &Keys<'_>) -> Result<Option<Value>, ModelCardError> {
     if !found.as_str().is_some_and(|name| of_text.contains(&name)) {
         return keys.refuse("text_config.model_type", found, &format!("supported are {}", of_text.join(", ")));
     }
-    // These top-level keys apply to the text part too.
+    // These top-level keys apply to the text part too. transformers ties the head by the top-level key alone, which is true by default in
+    // Gemma3Config and Mistral3Config.
     for (key, value) in [
         ("quantization_config", keys.get("quantization_config").cloned()),
         ("dtype", keys.get("dtype").or_else(|| keys.get("torch_dtype")).cloned()),
+        ("tie_word_embeddings", Some(keys.flag("tie_word_embeddings", true)?.into())),
     ] {
         if let Some(value) = value {
             text.insert(key.to_owned(), value);
         }
+    }
+    if model_type == Some("gemma3") {
+        // Gemma3ForCausalLM applies this soft cap to its logits, but Gemma3ForConditionalGeneration does not (transformers 5.23.0).
+        text.remove("final_logit_softcapping");
     }
     text.remove("architectures");
     Ok(Some(Value::Object(text)))
