@@ -50,8 +50,9 @@ impl MergedDtype {
         }
     }
 
-    fn of(stored: TensorDtype) -> Self {
-        match stored {
+    /// The format of a base tensor's values: for 8-bit weights, that of the expanded values.
+    fn of(tensor: &TensorLocation) -> Self {
+        match tensor.scale.as_ref().map_or(tensor.dtype, |scale| scale.dtype) {
             TensorDtype::F32 => MergedDtype::Float32,
             TensorDtype::F16 => MergedDtype::Float16,
             TensorDtype::Bf16 | TensorDtype::F8E4M3 => MergedDtype::Bfloat16,
@@ -176,7 +177,7 @@ fn full_card(input: MergeInput<'_>) -> Result<ModelCard> {
 /// The storage format of most weights of the base model.
 fn most_common(card: &ModelCard) -> MergedDtype {
     let count = |dtype| {
-        let of_dtype = card.tensors.iter().filter(|tensor| MergedDtype::of(tensor.dtype) == dtype);
+        let of_dtype = card.tensors.iter().filter(|tensor| MergedDtype::of(tensor) == dtype);
         of_dtype.map(TensorLocation::num_elements).sum::<usize>()
     };
     let all = [MergedDtype::Bfloat16, MergedDtype::Float16, MergedDtype::Float32];

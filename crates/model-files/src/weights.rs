@@ -82,6 +82,8 @@ pub struct Scale {
     pub values: TensorLocation,
     /// Number of rows and columns of a block that shares a scale.
     pub block: [usize; 2],
+    /// Number format to which the products of weight and scale are rounded.
+    pub dtype: TensorDtype,
 }
 
 impl TensorLocation {
@@ -124,7 +126,9 @@ pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<Tensor
     let scales: Vec<(String, Vec<usize>, [usize; 2])> = scales.collect();
     let needed = scales.iter().map(|(name, shape, _)| (name.clone(), shape.clone())).collect();
     let located = locate_spelled(dir, needed, config.is_part)?;
-    let scales = located.into_iter().zip(scales).map(|(values, (_, _, block))| Box::new(Scale { values, block }));
+    let dtype = config.fp8_dtype;
+    let scales =
+        located.into_iter().zip(scales).map(|(values, (_, _, block))| Box::new(Scale { values, block, dtype }));
     for (location, scale) in found.iter_mut().filter(|location| scaled(location)).zip(scales) {
         location.scale = Some(scale);
     }

@@ -37,7 +37,7 @@ mod verdict;
 mod warm;
 mod warm_up;
 
-pub use adapter::ModuleRank;
+pub use adapter::{ModuleRank, PeftConfig, StoredModule};
 pub use document::{JobSpec, Labels, TrainingSpec, read_labels, submittable, submittable_dataset};
 pub use estimate::Estimate;
 pub use evaluation::{
