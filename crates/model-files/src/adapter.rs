@@ -123,11 +123,18 @@ fn refused(detail: String) -> ModelCardError {
     }
 }
 
+/// The LoRA matrices that an adapter's file has for one linear layer.
+struct Found<'a> {
+    /// The linear layer's name in the file.
+    name: &'a str,
+    /// The ranks of A and B.
+    ranks: [Option<usize>; 2],
+}
+
 /// Lists the linear layers for which an adapter's file has LoRA matrices, by layer and path.
 fn stored_modules(found: &BTreeMap<String, TensorLocation>) -> Result<Vec<StoredModule>, ModelCardError> {
     let failed = |detail: String| ModelCardError::new(WEIGHTS, detail);
-    // The linear layer's name, and the ranks of its LoRA matrices A and B.
-    let mut modules: BTreeMap<(usize, &str), (&str, [Option<usize>; 2])> = BTreeMap::new();
+    let mut modules: BTreeMap<(usize, &str), Found<'_>> = BTreeMap::new();
     for (name, location) in found {
         let factor = |ending: &'static str| {
             Some((name.strip_prefix("base_model.model.model.layers.")?.strip_suffix(ending)?, ending))
@@ -142,10 +149,10 @@ fn stored_modules(found: &BTreeMap<String, TensorLocation>) -> Result<Vec<Stored
             return Err(failed(format!("tensor {} is not a matrix of a decoder layer", location.name)));
         };
         let original = location.name.strip_prefix("base_model.model.").and_then(|name| name.strip_suffix(ending));
-        let (_, ranks) = modules.entry(place).or_insert((original.unwrap_or(inside), [None; 2]));
-        ranks[usize::from(b.is_some())] = Some(if b.is_some() { *columns } else { *rows });
+        let module = modules.entry(place).or_insert(Found { name: original.unwrap_or(inside), ranks: [None; 2] });
+        module.ranks[usize::from(b.is_some())] = Some(if b.is_some() { *columns } else { *rows });
     }
-    let module = |((layer, path), (name, ranks)): ((usize, &str), (&str, [Option<usize>; 2]))| match ranks {
+    let module = |((layer, path), Found { name, ranks }): ((usize, &str), Found<'_>)| match ranks {
         [Some(a), Some(b)] if a == b && (1..=1 << 16).contains(&a) => {
             Ok(StoredModule { layer, path: path.to_owned(), name: name.to_owned(), r: a as u32 })
         }

@@ -160,6 +160,10 @@ fn every_error_of_a_warm_up_has_its_pointer() {
         "no_chat_template",
         "chat template",
     );
+}
+
+#[test]
+fn a_row_that_exceeds_the_context_is_refused() {
     let errors = resolved(job(|_| {}), 513).unwrap_err();
     assert_eq!((errors[0].pointer.as_str(), errors[0].code.as_str()), ("/warm_up/dataset", "row_too_long"));
     assert!(errors[0].detail.contains("513") && errors[0].detail.contains("512"), "{}", errors[0].detail);
