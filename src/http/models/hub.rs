@@ -149,7 +149,7 @@ async fn outline(
         if let Some(name) = plan.renamed_to {
             card[RENAMED_TO] = name.into();
         }
-        Ok((card, sha256))
+        Ok::<_, String>((card, sha256))
     });
     let (card, sha256) = described.await.map_err(Problem::internal)?.map_err(|detail| unusable(&id, &detail))?;
     Ok(Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: false }, is_here: false })
