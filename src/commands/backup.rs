@@ -19,7 +19,7 @@ use crate::config::backup::BackupArgs;
 use crate::files::copy::{copy_hashed, files_below, is_vacant, make_private_dir, remove_tree, sync_tree};
 use crate::files::pinned::PinnedFiles;
 use crate::files::{DataDir, FilesError, hash_file};
-use crate::store::{CheckpointRow, Store, StoreError};
+use crate::store::{CheckpointRow, DatasetFilter, Store, StoreError};
 
 pub use restore::restore;
 
@@ -293,7 +293,7 @@ async fn copy_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Optio
     }
     let mut after = None;
     loop {
-        let page = snapshot.dataset_list(None, after.as_deref(), 1000).await?;
+        let page = snapshot.dataset_list(DatasetFilter::default(), after.as_deref(), 1000).await?;
         for dataset in page.data {
             let path = files.dataset(dataset.id);
             let wanted = Entry { size_bytes: dataset.size_bytes, sha256: dataset.sha256 };

@@ -130,36 +130,38 @@ async fn act(store: &Store, action: KeysAction, json: bool) -> Result<(), KeysEr
 }
 
 async fn list(store: &Store, json: bool, now: i64) -> Result<(), KeysError> {
-    let mut after = None;
-    if !json {
-        println!(
-            "{:<30}  {:<12}  {:<8}  {:<20}  {:<20}  {:<16}  name",
-            "id", "begins with", "state", "scopes", "owner", "used"
-        );
-    }
+    let (mut rows, mut after) = (Vec::new(), None);
     loop {
         let page = store.api_key_list(after.as_deref(), 100).await?;
-        for row in &page.data {
-            if json {
-                println!("{}", view(row, now));
-                continue;
-            }
-            let used = row.used_at.and_then(minute).unwrap_or_else(|| "never".to_owned());
-            let scopes = row.scopes.to_string();
-            println!(
-                "{}  {:<12}  {:<8}  {scopes:<20}  {:<20}  {used:<16}  {}",
-                row.id,
-                row.prefix,
-                state(row, now),
-                row.owner,
-                row.name
-            );
-        }
+        rows.extend(page.data);
         match page.next {
             Some(next) => after = Some(next),
-            None => return Ok(()),
+            None => break,
         }
     }
+    if json {
+        // The same document as over the API, where all pages are merged into one.
+        let data: Vec<Value> = rows.iter().map(|row| view(row, now)).collect();
+        println!("{}", json!({"data": data, "next": null}));
+        return Ok(());
+    }
+    println!(
+        "{:<30}  {:<12}  {:<8}  {:<20}  {:<20}  {:<16}  name",
+        "id", "begins with", "state", "scopes", "owner", "used"
+    );
+    for row in &rows {
+        let used = row.used_at.and_then(minute).unwrap_or_else(|| "never".to_owned());
+        let scopes = row.scopes.to_string();
+        println!(
+            "{}  {:<12}  {:<8}  {scopes:<20}  {:<20}  {used:<16}  {}",
+            row.id,
+            row.prefix,
+            state(row, now),
+            row.owner,
+            row.name
+        );
+    }
+    Ok(())
 }
 
 fn state(row: &KeyRow, now: i64) -> &'static str {

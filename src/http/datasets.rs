@@ -7,9 +7,9 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderMap, Method, StatusCode};
 use axum::response::Response;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use utoipa::ToSchema;
+use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouterExt};
 use utoipa_axum::routes;
 
@@ -20,13 +20,14 @@ use super::download::{Download, RangeHeaders, send_file};
 use super::error::{Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, once};
-use super::list::{List, PageQuery, Time};
+use super::jobs::bad_query;
+use super::list::{self, List, PageQuery, Time};
 use super::uploads::{CreateQuery, Purpose, Sent, SentRows, receive};
 use crate::dataset::{Recipe, Summary};
 use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
-use crate::store::{DatasetRow, NewDataset, StoreError, clock_ms};
+use crate::store::{DatasetFilter, DatasetRow, NewDataset, StoreError, clock_ms};
 
 /// Maximum size of a page of rows, in bytes, whatever the number of rows.
 const PAGE_BYTES: usize = 4 * 1024 * 1024;
@@ -182,15 +183,36 @@ async fn remove_file(state: &AppState, id: DatasetId) -> Result<(), Problem> {
         .map_err(Problem::from)
 }
 
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct DatasetQuery {
+    /// Only datasets with exactly this name.
+    name: Option<String>,
+    /// Only datasets whose canonical rows have this SHA-256, in hex.
+    sha256: Option<String>,
+    /// The cursor `next` of the previous page.
+    after: Option<String>,
+    /// Items per page, 1 to 100.
+    #[param(minimum = 1, maximum = 100, default = 20)]
+    limit: Option<u32>,
+}
+
 /// List datasets, newest first.
-#[utoipa::path(get, path = "/datasets", tag = "Datasets", params(PageQuery),
-    responses((status = 200, description = "A page", body = List<Dataset>)))]
+#[utoipa::path(get, path = "/datasets", tag = "Datasets", params(DatasetQuery),
+    responses((status = 200, description = "A page", body = List<Dataset>), (status = 400, description = "A query parameter is not valid", body = ProblemBody)))]
 async fn list_datasets(
     State(state): State<AppState>,
     caller: Caller,
-    Query(query): Query<PageQuery>,
+    Query(query): Query<DatasetQuery>,
 ) -> Result<Json<List<Dataset>>, Problem> {
-    let page = state.store.dataset_list(caller.sees(), query.after.as_deref(), query.limit()?).await?;
+    let DatasetQuery { name, sha256, after, limit } = query;
+    let limit = list::limit(limit)?;
+    let parsed = sha256.map(|text| text.to_ascii_lowercase().parse::<Sha256Digest>()).transpose();
+    let sha256 = parsed.map_err(|error| bad_query("sha256", "invalid_value", error.to_string()))?;
+    let sha256 = sha256.map(|sha256| sha256.to_string());
+    let filter = DatasetFilter { owner: caller.sees(), name: name.as_deref(), sha256: sha256.as_deref() };
+    let page = state.store.dataset_list(filter, after.as_deref(), limit).await?;
     Ok(Json(List::of(page, Dataset::from)))
 }
 

@@ -172,7 +172,10 @@ pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
 
 /// List jobs, newest first. Filter by label with `metadata.KEY=VALUE`.
 #[utoipa::path(get, path = "/jobs", tag = "Jobs", params(
-    ("state" = Option<JobState>, Query, description = "List only jobs in this state"),
+    ("state" = Option<Vec<JobState>>, Query, style = Form, explode = false, description = "List only jobs in one of these states, comma-separated"),
+    ("name" = Option<String>, Query, description = "List only jobs with exactly this name"),
+    ("name_contains" = Option<String>, Query, description = "List only jobs whose name contains this text"),
+    ("id_prefix" = Option<String>, Query, description = "List only jobs whose id begins with this text"),
     ("model" = Option<String>, Query, description = "List only jobs that train this model"),
     ("metadata.KEY" = Option<String>, Query, description = "List only jobs with this label; the parameter may be given several times"),
     ("after" = Option<String>, Query, description = "The cursor: the `next` of the previous page"),
@@ -196,11 +199,14 @@ async fn list_jobs(
         match name.as_str() {
             "state" => {
                 let names = || JobState::ALL.map(JobState::as_str).join(", ");
-                let state = JobState::parse(&value);
-                filter.state = Some(
-                    state.ok_or_else(|| bad_query("state", "invalid_value", format!("must be one of {}", names())))?,
-                );
+                let states = value.split(',').map(JobState::parse).collect::<Option<Vec<_>>>();
+                filter.states = states.ok_or_else(|| {
+                    bad_query("state", "invalid_value", format!("must be one or several of {}", names()))
+                })?;
             }
+            "name" => filter.name = Some(value),
+            "name_contains" => filter.name_contains = Some(value),
+            "id_prefix" => filter.id_prefix = Some(value.to_ascii_lowercase()),
             "model" => filter.model = Some(value),
             "after" => after = Some(value),
             "limit" => {
@@ -212,7 +218,7 @@ async fn list_jobs(
                     filter.metadata.insert(label.to_owned(), value);
                 }
                 None => {
-                    let detail = "unknown parameter; known ones: state, model, metadata.KEY, after, limit";
+                    let detail = "unknown parameter; known ones: state, name, name_contains, id_prefix, model, metadata.KEY, after, limit";
                     return Err(bad_query(&super::error::shortened(other), "unknown_parameter", detail));
                 }
             },

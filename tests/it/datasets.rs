@@ -181,6 +181,26 @@ async fn lists_are_newest_first_and_paged() {
 }
 
 #[tokio::test]
+async fn a_dataset_is_found_by_its_name_and_by_its_hash() {
+    let server = server().await;
+    for name in ["sums", "sums", "other"] {
+        let body = format!("{{\"prompt\":\"{name} {}\"}}\n", rlood::id::DatasetId::new());
+        server.post(&format!("/datasets?name={name}"), NDJSON, body).await.json();
+    }
+    let all = server.get("/datasets").await.json()["data"].clone();
+    let found = async |query: &str| server.get(&format!("/datasets?{query}")).await.json()["data"].clone();
+    assert_eq!(found("name=sums").await.as_array().unwrap().len(), 2);
+    assert_eq!(found("name=sum").await, json!([]));
+    let other = all.as_array().unwrap().iter().find(|one| one["name"] == "other").unwrap();
+    let sha256 = other["sha256"].as_str().unwrap();
+    assert_eq!(found(&format!("sha256={sha256}")).await, json!([other]));
+    assert_eq!(found(&format!("sha256={}&name=other", sha256.to_uppercase())).await, json!([other]));
+    assert_eq!(found(&format!("sha256={sha256}&name=sums")).await, json!([]));
+    let problem = server.get("/datasets?sha256=abc").await.problem(400, "invalid_query");
+    assert_eq!(problem["errors"][0]["pointer"], "?sha256");
+}
+
+#[tokio::test]
 async fn the_content_is_sent_whole_in_part_or_not_at_all() {
     let server = server().await;
     let made = server.post("/datasets", NDJSON, "{\"prompt\":\"a\"}\n{\"prompt\":\"b\"}\n").await.json();

@@ -18,6 +18,7 @@ async fn jobs_are_listed_newest_first_and_filtered() {
     let mut ids = Vec::new();
     for index in 0..5 {
         let document = with(job(), "metadata", json!({"parity": if index % 2 == 0 { "even" } else { "odd" }}));
+        let document = with(document, "name", json!(if index % 2 == 0 { "nightly" } else { "nightly run" }));
         ids.push(server.create(document).await.to_string());
     }
     server.post(&format!("/jobs/{}/cancel", ids[4]), Value::Null).await;
@@ -41,8 +42,19 @@ async fn jobs_are_listed_newest_first_and_filtered() {
     assert_eq!(ids_of(&server.get("/jobs?metadata.parity=odd").await), [ids[3].clone(), ids[1].clone()]);
     assert_eq!(ids_of(&server.get("/jobs?state=cancelled&model=chat").await), [ids[4].clone()]);
     assert_eq!(ids_of(&server.get("/jobs?model=plain").await), Vec::<String>::new());
+    assert_eq!(ids_of(&server.get("/jobs?state=cancelled,queued").await), reversed);
+    assert_eq!(ids_of(&server.get("/jobs?state=cancelled,failed").await), [ids[4].clone()]);
+    assert_eq!(ids_of(&server.get("/jobs?name=nightly+run").await), [ids[3].clone(), ids[1].clone()]);
+    assert_eq!(ids_of(&server.get("/jobs?name=nightly&state=cancelled").await), [ids[4].clone()]);
+    assert_eq!(ids_of(&server.get("/jobs?name=night").await), Vec::<String>::new());
+    assert_eq!(ids_of(&server.get("/jobs?name_contains=night").await), reversed);
+    let begin = ids[2][..ids[2].len() - 1].to_uppercase().replace("JOB_", "job_");
+    assert_eq!(ids_of(&server.get(&format!("/jobs?id_prefix={begin}")).await), [ids[2].clone()]);
+    assert_eq!(ids_of(&server.get("/jobs?id_prefix=job_z").await), Vec::<String>::new());
     for (query, code) in [
         ("state=done", "invalid_query"),
+        ("state=queued,done", "invalid_query"),
+        ("name=a&name=b", "invalid_query"),
         ("limit=0", "invalid_query"),
         ("limit=101", "invalid_query"),
         ("limit=x", "invalid_query"),

@@ -159,7 +159,7 @@ async fn history(report: &mut Report, size: &Size, data: &Path) {
     let bustle = Bustle::begin(&http, 'a', size.jobs).await;
     let deep: Value = serde_json::from_str(&http.get("/jobs?limit=100").await).unwrap();
     let deep = deep["next"].as_str().unwrap().to_owned();
-    let pages: [Page<'_>; 9] = [
+    let pages: [Page<'_>; 10] = [
         ("GET /jobs", Box::new(|_| "/jobs".to_owned())),
         ("GET /jobs?limit=100", Box::new(|_| "/jobs?limit=100".to_owned())),
         ("… after=", Box::new(move |_| format!("/jobs?after={deep}"))),
@@ -170,6 +170,15 @@ async fn history(report: &mut Report, size: &Size, data: &Path) {
             }),
         ),
         ("… model=", Box::new(|number| format!("/jobs?model={}", ["org/tiny", "org/none"][number % 2]))),
+        (
+            "… name=, name_contains=, id_prefix=",
+            Box::new(|number| match number % 4 {
+                0 => "/jobs?name=copy".to_owned(),
+                1 => "/jobs?name=none".to_owned(),
+                2 => "/jobs?name_contains=none".to_owned(),
+                _ => format!("/jobs?id_prefix={}", &job_id('a', 1 + number)[..29]),
+            }),
+        ),
         ("… metadata.KEY=, common, rare, none", Box::new(|number| format!("/jobs?metadata.{}", stock::label(number)))),
         (
             "… two labels, state and model",

@@ -54,7 +54,7 @@ pub enum Command {
     Resume(transitions::Resume),
     /// Create a new job with the same settings from each finished job.
     Retry(transitions::Retry),
-    /// Create a new job that continues from a checkpoint of another job.
+    /// Create a new job from each of these checkpoints, which continues from there.
     Fork(transitions::Fork),
     /// Delete finished jobs with their checkpoints and records.
     Delete(transitions::Delete),

@@ -17,6 +17,8 @@ pub mod live;
 const MAX_OUTAGE: Duration = Duration::from_secs(600);
 /// Pause between two attempts while the server is unreachable.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// Time limit for the request of a job's verdict after the job has ended.
+const VERDICT_WAIT: Duration = Duration::from_secs(5);
 /// Seconds that the server may hold a request that waits for the end of a job.
 const WAIT_S: u64 = 30;
 
@@ -100,8 +102,34 @@ pub async fn wait_for(context: &Context, id: JobId, until_paused: bool) -> Resul
     }
 }
 
-/// Prints the outcome of a job to standard error.
-pub fn report_outcome(out: &Out, job: &Value) {
+/// Prints the outcome of jobs to standard error: how each one ended, and its verdict if it has one.
+pub async fn report_outcomes(context: &Context, jobs: &[Value]) {
+    for job in jobs {
+        print_outcome(&context.out, job);
+        if let Some(line) = verdict_line(context, job).await {
+            context.out.note(format!("  {line}"));
+        }
+    }
+}
+
+/// Returns the verdict of a job in one line; `None` when the job has none, or the server does not return it.
+async fn verdict_line(context: &Context, job: &Value) -> Option<String> {
+    if text(job, "state") != "succeeded" || !job["plan"]["eval"].is_object() {
+        return None;
+    }
+    let id = text(job, "id");
+    let answer = context.client.raw_get(&["jobs", id, "verdict"]).send();
+    let verdict = tokio::time::timeout(VERDICT_WAIT, answer).await.ok()?.ok()?.value;
+    match (text(&verdict, "state"), verdict["result"]["summary"].as_str()) {
+        ("queued" | "running", _) => Some(format!(
+            "the trained model is being compared with the base model; `rlood verdict {id}` waits for the result"
+        )),
+        (_, Some(summary)) => Some(format!("verdict: {}", clean_lines(summary))),
+        (_, None) => None,
+    }
+}
+
+fn print_outcome(out: &Out, job: &Value) {
     let (id, state) = (text(job, "id"), text(job, "state"));
     let took = between(&job["started_at"], &job["finished_at"]);
     let took = took.map(|seconds| format!(" after {}", format_duration(seconds))).unwrap_or_default();
@@ -155,16 +183,13 @@ pub async fn detached<T>(
 ) -> Result<T, CliError> {
     let names = ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
     let still_running = if ids.len() == 1 { "the job keeps running" } else { "the jobs keep running" };
-    tokio::select! {
-        done = work => done,
-        pressed = tokio::signal::ctrl_c() => {
-            pressed.map_err(CliError::local("listen for the signal of Ctrl-C"))?;
-            Err(CliError::Interrupted(format!(
-                "detached, {still_running}: follow {0} again with `rlood {again} {names}`, or cancel {0} with `rlood cancel {names}`",
-                if ids.len() == 1 { "it" } else { "them" }
-            )))
-        }
-    }
+    let them = if ids.len() == 1 { "it" } else { "them" };
+    let message = || {
+        format!(
+            "detached, {still_running}: follow {them} again with `rlood {again} {names}`, or cancel {them} with `rlood cancel {names}`"
+        )
+    };
+    until_interrupted(message, work).await
 }
 
 /// Prints the progress of a verdict, an export or another resource of the server, if the progress changed since the last call.
@@ -187,11 +212,28 @@ pub fn report_progress(context: &Context, resource: &Value, last_line: &mut Stri
 /// # Errors
 /// Returns [`CliError::Interrupted`] on Ctrl-C, with the command that continues.
 pub async fn interruptible<T>(again: &str, work: impl Future<Output = Result<T, CliError>>) -> Result<T, CliError> {
+    let message = || format!("detached, the server keeps working: continue with `{again}`");
+    until_interrupted(message, work).await
+}
+
+/// Runs `work` on this machine until it is done or the user presses Ctrl-C. This function must run the rest of a command that has
+/// waited for Ctrl-C before, because from then on the signal no longer ends the program.
+///
+/// # Errors
+/// Returns [`CliError::Interrupted`] on Ctrl-C, with the message.
+pub async fn stoppable<T>(message: &str, work: impl Future<Output = Result<T, CliError>>) -> Result<T, CliError> {
+    until_interrupted(|| message.to_owned(), work).await
+}
+
+async fn until_interrupted<T>(
+    message: impl FnOnce() -> String,
+    work: impl Future<Output = Result<T, CliError>>,
+) -> Result<T, CliError> {
     tokio::select! {
         done = work => done,
         pressed = tokio::signal::ctrl_c() => {
             pressed.map_err(CliError::local("listen for the signal of Ctrl-C"))?;
-            Err(CliError::Interrupted(format!("detached, the server keeps working: continue with `{again}`")))
+            Err(CliError::Interrupted(message()))
         }
     }
 }

@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::error::CliError;
 
+pub mod dry_run;
 pub mod uploads;
 
 /// Maximum size of a job file in bytes, so that a wrong file is not read completely.
@@ -181,16 +182,7 @@ impl Setting {
 /// Parses the value after `=`: as JSON if it is valid JSON, else as a string.
 fn typed(text: &str) -> Value {
     let text = text.trim();
-    // Numbers such as `.5` and `1.` are not valid JSON, but users write them.
-    let number = || {
-        text.parse::<f64>()
-            .ok()
-            .filter(|number| number.is_finite() && text.contains(|letter: char| letter.is_ascii_digit()))
-    };
-    rlood_types::strict_json::read(text.as_bytes())
-        .ok()
-        .or_else(|| number().map(Value::from))
-        .unwrap_or_else(|| Value::String(text.to_owned()))
+    rlood_types::strict_json::read(text.as_bytes()).unwrap_or_else(|_| Value::String(text.to_owned()))
 }
 
 #[cfg(test)]
@@ -213,7 +205,11 @@ mod tests {
             ("0.01", json!(0.01)),
             ("1e-6", json!(1e-6)),
             ("5", json!(5)),
-            (".5", json!(0.5)),
+            // These are not JSON: a name such as 007 stays as it is.
+            ("007", json!("007")),
+            (".5", json!(".5")),
+            ("1.", json!("1.")),
+            ("+1", json!("+1")),
             ("true", json!(true)),
             ("null", Value::Null),
             ("cosine", json!("cosine")),

@@ -76,25 +76,6 @@ impl Listing {
         }
     }
 
-    /// Reads the first `limit` items of a list that satisfy a condition; 0 reads all such items.
-    ///
-    /// # Errors
-    /// Fails for the same reasons as [`Listing::read`].
-    pub async fn read_where(call: RawCall, limit: usize, keep: impl Fn(&Value) -> bool) -> Result<Self, CliError> {
-        let (mut items, mut first, mut after) = (Vec::new(), None, None::<String>);
-        loop {
-            let (page, answer) = call.clone().query("limit", PAGE).page(after.as_deref()).await?;
-            items.extend(page.data.into_iter().filter(&keep));
-            first.get_or_insert(answer);
-            if page.next.is_none() || (limit > 0 && items.len() >= limit) {
-                items.truncate(if limit == 0 { usize::MAX } else { limit });
-                // The server's cursor refers to the unfiltered list, so it is left out of the filtered one.
-                return Ok(Self::of(items, None, first, true));
-            }
-            after = page.next;
-        }
-    }
-
     fn of(items: Vec<Value>, next: Option<String>, first: Option<RawAnswer>, is_changed: bool) -> Self {
         let document = match first {
             Some(answer) if !is_changed => answer.text,

@@ -32,16 +32,16 @@ pub async fn job(context: &Context, word: &str) -> Result<JobId, CliError> {
     if let Ok(id) = word.parse() {
         return Ok(id);
     }
-    let prefix = word.strip_prefix(JobId::PREFIX).map(|rest| (rest.chars().count(), word.to_ascii_lowercase()));
-    let named = |job: &Value| job["name"].as_str() == Some(word);
-    let begins = |job: &Value| match (&prefix, job["id"].as_str()) {
-        (Some((length, prefix)), Some(id)) => *length >= MIN_PREFIX && id.starts_with(prefix),
-        _ => false,
-    };
-    let listing = Listing::read_where(context.client.raw_get(&["jobs"]), 0, |job| named(job) || begins(job)).await?;
-    match listing.items.as_slice() {
-        [] => Err(match prefix {
-            Some((length, _)) if length < MIN_PREFIX => CliError::Usage(format!(
+    let prefix_length = word.strip_prefix(JobId::PREFIX).map(|rest| rest.chars().count());
+    let jobs = context.client.raw_get(&["jobs"]);
+    let mut found = Listing::read(jobs.clone().query("name", word), 0).await?.items;
+    if prefix_length.is_some_and(|length| length >= MIN_PREFIX) {
+        let begin_so = Listing::read(jobs.query("id_prefix", word.to_ascii_lowercase()), 0).await?.items;
+        found.extend(begin_so.into_iter().filter(|job| job["name"].as_str() != Some(word)));
+    }
+    match found.as_slice() {
+        [] => Err(match prefix_length {
+            Some(length) if length < MIN_PREFIX => CliError::Usage(format!(
                 "'{}' is too short for an abbreviated id: at least {MIN_PREFIX} characters after {} are required",
                 clean(word),
                 JobId::PREFIX

@@ -37,22 +37,25 @@ pub struct Profile {
 /// The parsed file with the profiles. Fields that this program does not know are preserved.
 #[derive(Debug)]
 pub struct Profiles {
-    path: PathBuf,
+    /// Path of the file; `None` = the user has neither a configuration folder nor a home.
+    path: Option<PathBuf>,
     table: Table,
 }
 
 impl Profiles {
-    /// Reads the file with the profiles; a missing file counts as empty.
+    /// Reads the file with the profiles. A missing file, or a user without a home, counts as a file without profiles.
     ///
     /// # Errors
     /// Fails when the file with the profiles cannot be read or is not valid TOML.
     pub fn open() -> Result<Self, CliError> {
-        Self::read(&folder("XDG_CONFIG_HOME", ".config")?.join("config.toml"))
+        match config_folder() {
+            Ok(folder) => Self::read(&folder.join("config.toml")),
+            Err(_) => Ok(Self::empty()),
+        }
     }
 
-    #[cfg(test)]
     pub(crate) fn empty() -> Self {
-        Self { path: PathBuf::new(), table: Table::new() }
+        Self { path: None, table: Table::new() }
     }
 
     fn read(path: &Path) -> Result<Self, CliError> {
@@ -66,7 +69,7 @@ impl Profiles {
             let line = error.span().map_or(0, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
             CliError::Usage(format!("{} is not valid TOML (line {line}): {}", path.display(), error.message()))
         })?;
-        Ok(Self { path: path.to_owned(), table })
+        Ok(Self { path: Some(path.to_owned()), table })
     }
 
     /// Returns the names of all profiles.
@@ -94,7 +97,8 @@ impl Profiles {
             } else {
                 format!("known profiles: {names}")
             };
-            return Err(CliError::Usage(format!("profile '{name}' not found in {}; {known}", self.path.display())));
+            let place = self.path.as_ref().map(|path| format!(" in {}", path.display())).unwrap_or_default();
+            return Err(CliError::Usage(format!("profile '{name}' not found{place}; {known}")));
         };
         let text = |key: &str| match profile.get(key) {
             None => Ok(None),
@@ -110,7 +114,8 @@ impl Profiles {
     }
 
     fn invalid(&self, name: &str, what: &str) -> CliError {
-        CliError::Usage(format!("{}: profile '{name}': {what}", self.path.display()))
+        let place = self.path.as_ref().map(|path| format!("{}: ", path.display())).unwrap_or_default();
+        CliError::Usage(format!("{place}profile '{name}': {what}"))
     }
 
     /// Returns the first profile for a server's address.
@@ -157,10 +162,14 @@ impl Profiles {
     /// Writes the file with the profiles, readable only by its owner, and returns its path.
     ///
     /// # Errors
-    /// Fails when the file with the profiles cannot be written.
-    pub fn save(&self) -> Result<&Path, CliError> {
-        write_private(&self.path, self.table.to_string().as_bytes())?;
-        Ok(&self.path)
+    /// Fails when the user has no home, or the file with the profiles cannot be written.
+    pub fn save(&self) -> Result<PathBuf, CliError> {
+        let path = match &self.path {
+            Some(path) => path.clone(),
+            None => config_folder()?.join("config.toml"),
+        };
+        write_private(&path, self.table.to_string().as_bytes())?;
+        Ok(path)
     }
 }
 
@@ -170,10 +179,7 @@ impl Profiles {
 /// Returns `NotFound` when no job was submitted yet.
 pub fn last_job(target: &str) -> Result<String, CliError> {
     let none = || CliError::NotFound(format!("@last: no job was submitted from this machine to {target} yet"));
-    let text =
-        std::fs::read_to_string(folder("XDG_STATE_HOME", ".local/state")?.join("last.toml")).map_err(|_| none())?;
-    let table = text.parse::<Table>().map_err(|_| none())?;
-    table.get(target).and_then(Value::as_str).map(str::to_owned).ok_or_else(none)
+    read_state("last.toml", target).ok_or_else(none)
 }
 
 /// Records a job as the one that was submitted last to a server.
@@ -186,7 +192,7 @@ pub fn save_last_job(target: &str, job: &str) -> Result<(), CliError> {
 
 /// Reads a value from a file in the user's state directory.
 pub fn read_state(file: &str, name: &str) -> Option<String> {
-    let text = std::fs::read_to_string(folder("XDG_STATE_HOME", ".local/state").ok()?.join(file)).ok()?;
+    let text = std::fs::read_to_string(state_folder().ok()?.join(file)).ok()?;
     text.parse::<Table>().ok()?.get(name)?.as_str().map(str::to_owned)
 }
 
@@ -195,12 +201,20 @@ pub fn read_state(file: &str, name: &str) -> Option<String> {
 /// # Errors
 /// Fails when the file cannot be written.
 pub fn write_state(file: &str, name: &str, value: &str) -> Result<(), CliError> {
-    let path = folder("XDG_STATE_HOME", ".local/state")?.join(file);
+    let path = state_folder()?.join(file);
     // A damaged state file is replaced: its values can be found again.
     let text = std::fs::read_to_string(&path).unwrap_or_default();
     let mut table = text.parse::<Table>().unwrap_or_default();
     table.insert(name.to_owned(), value.into());
     write_private(&path, table.to_string().as_bytes())
+}
+
+fn config_folder() -> Result<PathBuf, CliError> {
+    folder("XDG_CONFIG_HOME", ".config")
+}
+
+fn state_folder() -> Result<PathBuf, CliError> {
+    folder("XDG_STATE_HOME", ".local/state")
 }
 
 /// Returns the folder `rlood` in an XDG directory (config or state), or in the directory's default location below the user's home.

@@ -40,6 +40,7 @@ pub(crate) struct Call {
 /// A response that was read completely.
 #[derive(Debug)]
 pub(crate) struct Answer {
+    pub(crate) status: StatusCode,
     pub(crate) body: Bytes,
 }
 
@@ -106,7 +107,7 @@ impl Client {
                     Err(error) => error,
                 };
                 if call.gone_is_done && may_be_done && error.status() == Some(404) {
-                    return Ok(Answer { body: Bytes::new() });
+                    return Ok(Answer { status: StatusCode::NO_CONTENT, body: Bytes::new() });
                 }
                 match tries.pause_after(&error, &call.repeat) {
                     Some(pause) => sleep(pause).await,
@@ -121,8 +122,9 @@ impl Client {
     async fn answer_once(&self, call: &Call) -> Result<Answer, Error> {
         let limit = self.inner.timeout + call.work;
         let response = self.open(call, &HeaderMap::new(), limit).await?;
+        let status = response.status();
         let body = timeout(limit, response.bytes()).await.map_err(|_| call.stalled(limit))?;
-        Ok(Answer { body: body.map_err(|source| call.interrupted(Some(source)))? })
+        Ok(Answer { status, body: body.map_err(|source| call.interrupted(Some(source)))? })
     }
 
     /// Sends a request once. `limit` is the time for the response headers after the last byte of the body was sent. An

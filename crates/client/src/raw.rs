@@ -25,6 +25,8 @@ pub struct RawCall {
 /// A response whose body is JSON.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RawAnswer {
+    /// The HTTP status, for example 201 if the request created something and 200 if that existed before.
+    pub status: u16,
     /// The response's text as the server sent it.
     pub text: String,
     /// The parsed JSON of the response. Keys keep their order, and numbers their value.
@@ -102,10 +104,13 @@ impl RawCall {
     /// # Errors
     /// Fails with an [`Error`] of the call; also if the response is not JSON.
     pub async fn send(self) -> Result<RawAnswer, Error> {
-        let text = self.client.text(self.call.clone()).await?;
+        let answer = self.client.answer(&self.call).await?;
+        let status = answer.status.as_u16();
+        let text = String::from_utf8(answer.body.into())
+            .map_err(|_| self.call.not_understood("the server's response is not UTF-8"))?;
         // The response to a DELETE has no body.
         let value = if text.is_empty() { Value::Null } else { self.call.read_json(text.as_bytes())? };
-        Ok(RawAnswer { text, value })
+        Ok(RawAnswer { status, text, value })
     }
 
     /// Sends the request and returns the response's text, whatever its format.

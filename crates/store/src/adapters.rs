@@ -86,7 +86,7 @@ impl Store {
     ) -> Result<Page<AdapterRow>, StoreError> {
         let sql = "SELECT * FROM adapters WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
                    ORDER BY created_at DESC, id DESC LIMIT ?4";
-        self.newest(Newest { list: "adapters", sql, owner, after, limit }, AdapterRow::read).await
+        self.newest(Newest { list: "adapters", sql, owner, after, limit, more: &[] }, AdapterRow::read).await
     }
 
     /// Returns the ids of all adapters, whose files the cleanup at server start must keep.

@@ -142,7 +142,7 @@ impl Store {
     pub async fn api_key_list(&self, after: Option<&str>, limit: u32) -> Result<Page<KeyRow>, StoreError> {
         let sql = "SELECT * FROM api_keys WHERE (created_at, id) < (?1, ?2) AND ?3 IS NULL \
                    ORDER BY created_at DESC, id DESC LIMIT ?4";
-        self.newest(Newest { list: "keys", sql, owner: None, after, limit }, KeyRow::read).await
+        self.newest(Newest { list: "keys", sql, owner: None, after, limit, more: &[] }, KeyRow::read).await
     }
 
     /// Revokes a key and ends every session that was opened with it. Repeating the call has no effect.

@@ -48,6 +48,17 @@ pub struct NewDataset {
     pub owner: String,
 }
 
+/// Filter of a list of datasets.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct DatasetFilter<'f> {
+    /// Only datasets of this owner; `None` = all owners.
+    pub owner: Option<&'f str>,
+    /// Only datasets with exactly this name.
+    pub name: Option<&'f str>,
+    /// Only datasets whose canonical rows have this hash.
+    pub sha256: Option<&'f str>,
+}
+
 impl Store {
     /// Creates the row of a dataset. Returns the new row and `true`, or the owner's existing row with the same bytes and `false`
     /// (the caller then removes the new file).
@@ -115,16 +126,19 @@ impl Store {
             .transpose()
     }
 
-    /// Lists datasets of one owner (`None` = all), newest first.
+    /// Lists datasets, newest first.
     pub async fn dataset_list(
         &self,
-        owner: Option<&str>,
+        filter: DatasetFilter<'_>,
         after: Option<&str>,
         limit: u32,
     ) -> Result<Page<DatasetRow>, StoreError> {
+        let DatasetFilter { owner, name, sha256 } = filter;
         let sql = "SELECT * FROM datasets WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
+                   AND (?5 IS NULL OR name = ?5) AND (?6 IS NULL OR sha256 = ?6) \
                    ORDER BY created_at DESC, id DESC LIMIT ?4";
-        self.newest(Newest { list: "datasets", sql, owner, after, limit }, DatasetRow::read).await
+        let more = &[name, sha256];
+        self.newest(Newest { list: "datasets", sql, owner, after, limit, more }, DatasetRow::read).await
     }
 
     /// Returns the ids of all datasets, whose files the cleanup at server start must keep.

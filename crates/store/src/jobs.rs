@@ -106,14 +106,20 @@ pub struct JobRow {
 /// Filter of a list of jobs.
 #[derive(Debug, Clone, Default)]
 pub struct JobFilter {
-    /// Only jobs in this state.
-    pub state: Option<State>,
+    /// Only jobs in one of these states; empty = all states.
+    pub states: Vec<State>,
     /// Only jobs with this model id.
     pub model: Option<String>,
     /// Only jobs with all these labels.
     pub metadata: BTreeMap<String, String>,
     /// Only jobs of this owner; `None` = all owners.
     pub owner: Option<String>,
+    /// Only jobs with exactly this name.
+    pub name: Option<String>,
+    /// Only jobs whose name contains this text.
+    pub name_contains: Option<String>,
+    /// Only jobs whose id begins with this text.
+    pub id_prefix: Option<String>,
 }
 
 /// Changes to a job; `None` = unchanged.

@@ -78,7 +78,7 @@ pub use attempts::Cursor;
 pub use audit::{AuditRow, NewAudit};
 pub use callbacks::{Counted, Received};
 pub use claims::{Claimed, Damage, HeartbeatUpdate};
-pub use datasets::{DatasetRow, NewDataset};
+pub use datasets::{DatasetFilter, DatasetRow, NewDataset};
 pub use deliveries::{DeliveryRow, DeliveryState, MessageEvent, Next, TryRow};
 pub use doctor::AlertRow;
 pub use events::{EventRow, LogRow, StepRow};

@@ -52,21 +52,33 @@ pub const BETWEEN_IN_QUEUE: &str = "SELECT \
        AND priority = stretch.value ->> 4 AND queue_order > stretch.value ->> 5 AND queue_order <= stretch.value ->> 6) \
      FROM json_each(?) AS stretch ORDER BY stretch.key";
 
-/// Returns the SQL statement for one page of jobs. If a filter has several conditions, an index that covers all
-/// their columns evaluates them.
+/// Returns the SQL statement for one page of jobs. One condition is evaluated by its own index. Several conditions, a part of
+/// the name and the beginning of the id are evaluated by an index that covers all their columns.
 pub fn list_query(filter: &JobFilter, after: Option<&(i64, String)>, limit: u32) -> QueryBuilder<Sqlite> {
-    let JobFilter { state, model, metadata, owner } = filter;
-    let conditions = [state.map(|state| ("state", state.as_str())), pair("model", model), pair("owner", owner)];
+    let JobFilter { states, model, metadata, owner, name, name_contains, id_prefix } = filter;
+    let only_state = match states.as_slice() {
+        [state] => Some(("state", state.as_str())),
+        _ => None,
+    };
+    let conditions = [only_state, pair("model", model), pair("owner", owner), pair("name", name)];
     let conditions: Vec<(&str, &str)> = conditions.into_iter().flatten().collect();
+    let is_by_index = metadata.is_empty()
+        && conditions.len() < 2
+        && states.len() < 2
+        && name_contains.is_none()
+        && id_prefix.is_none();
     let mut labels = metadata.iter();
+    // The jobs of a name are few, so the other conditions are evaluated on them, labels included.
+    let first_label = if name.is_none() { labels.next() } else { None };
     let mut query = QueryBuilder::<Sqlite>::new("SELECT jobs.* FROM ");
-    let (time, id) = match labels.next() {
-        None if conditions.len() < 2 => {
+    let (time, id) = match first_label {
+        None if is_by_index => {
             query.push("jobs WHERE 1");
             ("jobs.created_at", "jobs.id")
         }
         None => {
-            query.push("(SELECT jobs.rowid AS place FROM jobs INDEXED BY jobs_list WHERE 1");
+            let index = if name.is_some() { "jobs_name" } else { "jobs_list" };
+            query.push(format_args!("(SELECT jobs.rowid AS place FROM jobs INDEXED BY {index} WHERE 1"));
             ("jobs.created_at", "jobs.id")
         }
         Some((key, value)) => {
@@ -81,20 +93,42 @@ pub fn list_query(filter: &JobFilter, after: Option<&(i64, String)>, limit: u32)
     for (key, value) in labels {
         query.push(" AND EXISTS (SELECT 1 FROM job_labels AS other WHERE other.key = ").push_bind(key.as_str());
         query.push(" AND other.value = ").push_bind(value.as_str());
-        query.push(" AND other.created_at = label.created_at AND other.job_id = label.job_id)");
+        query.push(format_args!(" AND other.created_at = {time} AND other.job_id = {id})"));
     }
     for (name, value) in &conditions {
         query.push(format_args!(" AND jobs.{name} = ")).push_bind((*value).to_owned());
     }
+    push_wide_conditions(&mut query, filter);
     if let Some((created_at, after)) = after {
         query.push(format_args!(" AND ({time}, {id}) < (")).push_bind(*created_at);
         query.push(", ").push_bind(after.clone()).push(")");
     }
     query.push(format_args!(" ORDER BY {time} DESC, {id} DESC LIMIT ")).push_bind(i64::from(limit) + 1);
-    if !metadata.is_empty() || conditions.len() > 1 {
+    if !is_by_index {
         query.push(") AS page CROSS JOIN jobs ON jobs.rowid = page.place ORDER BY jobs.created_at DESC, jobs.id DESC");
     }
     query
+}
+
+/// Adds the conditions that more than one value of a column fulfills.
+fn push_wide_conditions(query: &mut QueryBuilder<Sqlite>, filter: &JobFilter) {
+    if let [first, others @ ..] = filter.states.as_slice()
+        && !others.is_empty()
+    {
+        query.push(" AND jobs.state IN (").push_bind(first.as_str());
+        for state in others {
+            query.push(", ").push_bind(state.as_str());
+        }
+        query.push(")");
+    }
+    if let Some(part) = &filter.name_contains {
+        query.push(" AND instr(jobs.name, ").push_bind(part.clone()).push(") > 0");
+    }
+    if let Some(prefix) = &filter.id_prefix {
+        query.push(" AND jobs.id >= ").push_bind(prefix.clone());
+        // Ids are ASCII, so this text sorts after every id with the prefix and before all later ones.
+        query.push(" AND jobs.id < ").push_bind(format!("{prefix}\u{10ffff}"));
+    }
 }
 
 fn pair<'a>(name: &'static str, value: &'a Option<String>) -> Option<(&'static str, &'a str)> {

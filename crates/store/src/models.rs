@@ -108,7 +108,7 @@ impl Store {
     ) -> Result<Page<ModelRow>, StoreError> {
         let sql = "SELECT * FROM models WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner IN ('', ?3)) \
                    ORDER BY created_at DESC, id DESC LIMIT ?4";
-        self.newest(Newest { list: "models", sql, owner, after, limit }, ModelRow::read).await
+        self.newest(Newest { list: "models", sql, owner, after, limit, more: &[] }, ModelRow::read).await
     }
 
     /// Records that a model's directory was moved; does nothing if it was not at the old path.

@@ -47,6 +47,8 @@ pub(super) struct Newest<'a> {
     pub after: Option<&'a str>,
     /// Number of rows per page, 1 to 1000.
     pub limit: u32,
+    /// Further parameters of the statement, from ?5 on.
+    pub more: &'a [Option<&'a str>],
 }
 
 impl Store {
@@ -56,17 +58,14 @@ impl Store {
         newest: Newest<'_>,
         read: impl Fn(&SqliteRow) -> Result<T, StoreError>,
     ) -> Result<Page<T>, StoreError> {
-        let Newest { list, sql, owner, after, limit } = newest;
+        let Newest { list, sql, owner, after, limit, more } = newest;
         let (before, id) = newest_after(list, after)?;
         let limit = limit.clamp(1, 1000);
-        let rows = sqlx::query(sql)
-            .bind(before)
-            .bind(id)
-            .bind(owner)
-            .bind(i64::from(limit) + 1)
-            .fetch_all(&self.readers)
-            .await
-            .doing("read a page of a list of objects")?;
+        let mut query = sqlx::query(sql).bind(before).bind(id).bind(owner).bind(i64::from(limit) + 1);
+        for value in more {
+            query = query.bind(*value);
+        }
+        let rows = query.fetch_all(&self.readers).await.doing("read a page of a list of objects")?;
         let place = |row: &SqliteRow| Ok((column::<i64>(row, "created_at")?.to_string(), column::<String>(row, "id")?));
         let data = rows.iter().map(|row| Ok((read(row)?, place(row)?))).collect::<Result<Vec<_>, StoreError>>()?;
         let page = page(data, limit, |(_, (created_at, id))| cursor(list, [created_at, id]));

@@ -3,7 +3,7 @@
 use rlood_types::task::TaskState;
 
 use crate::files::{DataDir, FilesError};
-use crate::{Store, StoreError, TaskKind};
+use crate::{DatasetFilter, Store, StoreError, TaskKind};
 
 /// Why a server cannot recover the data directory and therefore cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -32,7 +32,7 @@ pub async fn recover(store: &Store, files: &DataDir, lease_ms: i64, now: i64) ->
     let mut datasets = Vec::new();
     let mut after = None;
     loop {
-        let page = store.dataset_list(None, after.as_deref(), 100).await?;
+        let page = store.dataset_list(DatasetFilter::default(), after.as_deref(), 100).await?;
         datasets.extend(page.data.into_iter().map(|dataset| dataset.id));
         match page.next {
             Some(next) => after = Some(next),

@@ -123,7 +123,7 @@ impl Store {
     ) -> Result<Page<WebhookRow>, StoreError> {
         let sql = "SELECT * FROM webhooks WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3 AND all_jobs = 0) \
                    ORDER BY created_at DESC, id DESC LIMIT ?4";
-        self.newest(Newest { list: "webhooks", sql, owner, after, limit }, WebhookRow::read).await
+        self.newest(Newest { list: "webhooks", sql, owner, after, limit, more: &[] }, WebhookRow::read).await
     }
 
     /// Lists all webhooks of one owner, including those for all jobs, newest first. The creating key is not stored, so any key of

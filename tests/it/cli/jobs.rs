@@ -31,11 +31,18 @@ async fn a_job_is_submitted_waited_for_shown_asked_and_deleted() {
     let retried = retried.trim();
     assert_eq!(server.get(&format!("/jobs/{retried}")).await["parent"], json!(id));
     user.run(&["wait", retried]).ok();
-    let forked = user.run(&["fork", &format!("{id}@2"), "--set", "training.max_steps=5"]);
-    assert!(forked.err.contains("of step 2"), "{forked:?}");
-    let forked = forked.ok().trim().to_owned();
-    user.run(&["wait", "@last"]).ok();
-    assert_eq!(server.get(&format!("/jobs/{forked}")).await["step"], json!(5));
+    let origins = ["2", "last", "4"].map(|step| format!("{id}@{step}"));
+    user.run(&["fork", &origins[0], &format!("{id}@3")]).failed(3, "steps 4, 2");
+    let forked = user.run(&["fork", &origins[0], &origins[1], &origins[2], "--set", "training.max_steps=5"]);
+    assert!(forked.err.contains("of step 2") && forked.err.contains("of step 4"), "{forked:?}");
+    let all = forked.ok();
+    let all: Vec<&str> = all.lines().collect();
+    assert_eq!(all.len(), 2, "a checkpoint that is named twice is one: {all:?}");
+    user.run(&["wait", all[0], "@last"]).ok();
+    for forked in &all {
+        assert_eq!(server.get(&format!("/jobs/{forked}")).await["step"], json!(5));
+    }
+    let forked = all[0].to_owned();
     let compared = user.run(&["compare", &id, &forked]).ok();
     assert!(compared.contains("/training/max_steps") && compared.contains("reward last"), "{compared}");
 
@@ -48,6 +55,20 @@ async fn a_job_is_submitted_waited_for_shown_asked_and_deleted() {
     user.run(&["show", &id]).ok();
     user.run(&["delete", &id, retried, "--yes"]).ok();
     user.run(&["show", &id]).failed(3, "");
+    assert!(user.run(&["delete", &id, "--yes"]).err.contains("does not exist"));
+    user.run(&["delete", &id, "--yes"]).ok();
+}
+
+#[tokio::test]
+async fn one_job_that_cannot_be_retried_does_not_stop_the_others() {
+    let (server, user) = start("none");
+    let queued = user.submit(&named("queued", 2));
+    let ended = user.submit(&named("ended", 2));
+    user.run(&["cancel", "ended"]).ok();
+    let retried = user.run(&["retry", "queued", "ended"]);
+    retried.failed(1, &format!("{queued}: "));
+    assert!(retried.err.contains("succeeded for 1 of 2 jobs"), "{retried:?}");
+    assert_eq!(server.get(&format!("/jobs/{}", retried.out.trim())).await["parent"], json!(ended));
 }
 
 #[tokio::test]

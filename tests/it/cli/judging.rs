@@ -46,6 +46,13 @@ async fn a_verdict_is_begun_followed_and_shown_and_its_exit_code_is_its_word() {
     ] {
         assert!(first.out.contains(&said), "{said}: {first:?}");
     }
+    // It is the first thing that is shown of the job, and part of its outcome.
+    let summary = result["summary"].as_str().unwrap();
+    let shown = user.run(&["show", &id]).ok();
+    assert!(shown.starts_with(&format!("{:<12} {summary}\n", "verdict")), "{shown}");
+    assert!(shown.contains("the checkpoint was chosen with these rows too"), "{shown}");
+    let waited = user.run(&["wait", &id]);
+    assert!(waited.err.contains(&format!("verdict: {summary}")), "{waited:?}");
     // The same request shows the same verdict; other sampling settings create a new one.
     let again = user.run(&["verdict", &id, "--json"]);
     assert_eq!((again.code, serde_json::from_str::<Value>(&again.out).unwrap()), (code, known.clone()));

@@ -58,15 +58,29 @@ async fn a_checkpoint_is_pulled_by_its_name_and_verified() {
     user.run(&["pull", "ckpt_01jd0000000000000000000000"]).failed(3, "");
 }
 
+#[tokio::test]
+async fn the_reference_of_a_warm_up_is_left_to_training() {
+    let (server, user) = start("cpu");
+    let mut job = named("warm", 2);
+    let records = json!([{"prompt": "one two", "completion": " three"}]);
+    job["warm_up"] = json!({"dataset": {"records": records}, "steps": 1, "batch_size": 1, "learning_rate": 1e-3});
+    let id = user.submit(&job);
+    server.job_in_state(&id, "succeeded").await;
+    user.run(&["pull", "warm@last", "-o", "plain"]).ok();
+    user.run(&["pull", "warm@last", "-o", "all", "--all"]).ok();
+    let reference = |folder: &str| user.path(folder).join("reference.safetensors").exists();
+    assert!(reference("all") && !reference("plain"));
+}
+
 /// A proxy that stops forwarding the server's data after `allowance` bytes.
-struct Proxy {
-    url: String,
-    allowance: Arc<AtomicU64>,
+pub struct Proxy {
+    pub url: String,
+    pub allowance: Arc<AtomicU64>,
     passed: Arc<AtomicU64>,
 }
 
 impl Proxy {
-    async fn start(server: &str, allowance: u64) -> Self {
+    pub async fn start(server: &str, allowance: u64) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let (allowance, passed) = (Arc::new(AtomicU64::new(allowance)), Arc::new(AtomicU64::new(0)));

@@ -1,8 +1,8 @@
 //! Profiles and keys.
 
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::{User, mode_of};
+use super::{Done, User, mode_of, named, start};
 use crate::processes::{Server, command};
 
 const KEY: &str = "operator-key-0123456789";
@@ -51,6 +51,29 @@ async fn a_profile_holds_a_server_and_a_key_for_its_owner_alone() {
 }
 
 #[tokio::test]
+async fn a_user_without_a_home_has_no_profiles_and_loses_only_what_is_remembered() {
+    let (server, user) = start("none");
+    let homeless = |arguments: &[&str]| {
+        let output = user.command(arguments).env_remove("HOME").output().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        Done { code: output.status.code().unwrap(), out: text(output.stdout), err: text(output.stderr) }
+    };
+    homeless(&["list"]).ok();
+    homeless(&["list", "--server", &server.url]).ok();
+    user.write("rows.jsonl", "{\"prompt\":\"Say one.\"}\n{\"prompt\":\"Say two.\"}\n");
+    let mut job = named("homeless", 2);
+    job["dataset"] = json!("rows.jsonl");
+    user.write("job.json", job.to_string());
+    let submitted = homeless(&["submit", "job.json"]);
+    assert!(submitted.err.contains("cannot record") && submitted.err.contains("cannot save this job"), "{submitted:?}");
+    let id = submitted.ok();
+    assert_eq!(server.get(&format!("/jobs/{}", id.trim())).await["name"], json!("homeless"));
+    homeless(&["show", "@last"]).failed(3, "@last");
+    homeless(&["list", "--profile", "prod"]).failed(2, "profile 'prod' not found; there are no profiles yet");
+    homeless(&["login", &server.url, "--name", "here"]).failed(2, "HOME");
+}
+
+#[tokio::test]
 async fn keys_are_made_over_the_api_and_in_a_data_directory() {
     let mut user = User::new();
     let server = guarded(&user);
@@ -67,6 +90,8 @@ async fn keys_are_made_over_the_api_and_in_a_data_directory() {
     assert!(with(&["keys", "list"]).ok().contains(&id));
     // The same directly in the data directory, next to the running server.
     assert!(user.run(&["keys", "list", "--data-dir", "data"]).ok().contains(&id));
+    let offline = user.run(&["keys", "list", "--data-dir", "data", "--json"]).json();
+    assert_eq!((&offline["data"][0]["id"], &offline["next"]), (&json!(id), &Value::Null), "the API's shape: {offline}");
     user.run(&["keys", "list", "--data-dir", "data", "--server", &server.url]).failed(2, "--data-dir");
     let mut reader = user.command(&["keys", "list", "--key", &key]);
     assert_eq!(reader.args(api).output().unwrap().status.code(), Some(4), "a reader lists no keys");

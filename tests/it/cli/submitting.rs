@@ -90,19 +90,11 @@ async fn a_job_is_json_yaml_or_toml_and_settings_change_it() {
         assert_eq!(server.get(&format!("/jobs/{}", id.trim())).await["total_steps"], json!(2));
     }
     user.write("job.toml", toml);
-    let set = [
-        "--set",
-        "training.max_steps=7",
-        "--set",
-        "rewards.0.weight=.5",
-        "--set",
-        "name=2024",
-        "--set",
-        "name=\"2024\"",
-    ];
+    let set =
+        ["--set", "training.max_steps=7", "--set", "rewards.0.weight=0.5", "--set", "name=2024", "--set", "name=007"];
     let id = user.run(&[&["submit", "job.toml"][..], &set].concat()).ok();
     let job = server.get(&format!("/jobs/{}", id.trim())).await;
-    assert_eq!((&job["total_steps"], &job["name"]), (&json!(7), &json!("2024")));
+    assert_eq!((&job["total_steps"], &job["name"]), (&json!(7), &json!("007")));
     assert_eq!(job["plan"]["rewards"][0]["weight"], json!(0.5));
 
     for (set, said) in [
@@ -110,6 +102,7 @@ async fn a_job_is_json_yaml_or_toml_and_settings_change_it() {
         ("rewards.4.weight=1", "--set rewards.4.weight=1"),
         ("model.name=1", "--set model.name=1"),
         ("rloo.beta=-1", "--set rloo.beta=-1: must be at least 0"),
+        ("rloo.beta=.5", "--set rloo.beta=.5"),
         ("rloo.betta=1", "--set rloo.betta=1"),
     ] {
         user.run(&["submit", "job.toml", "--set", set]).failed(2, said);
@@ -142,6 +135,79 @@ async fn a_dry_run_shows_what_the_job_would_do_and_trl_is_translated() {
     user.write("trl.json", trl.to_string());
     let id = user.run(&["submit", "trl.json", "--trl"]).ok();
     assert_eq!(server.get(&format!("/jobs/{}", id.trim())).await["total_steps"], json!(3));
+}
+
+#[tokio::test]
+async fn a_dry_run_leaves_nothing_on_the_server() {
+    let (server, user) = start("none");
+    crate::processes::model_copy(&user.path("folder-model"));
+    user.write("rows.jsonl", ROWS);
+    user.write("held.csv", "question,answer\nOne?,1\nTwo?,2\n");
+    let mut job = with_dataset(json!("rows.jsonl"));
+    job["model"] = json!("./folder-model");
+    job["eval"] = json!({"every_steps": 1, "dataset": {"file": "held.csv", "map": {"prompt": "question"}}});
+    user.write("job.json", job.to_string());
+    let ids = async |path: &str| -> Vec<String> {
+        let list = server.get(path).await["data"].clone();
+        list.as_array().unwrap().iter().map(|one| one["id"].as_str().unwrap().to_owned()).collect()
+    };
+    let done = user.run(&["submit", "job.json", "--dry-run"]);
+    // The rows of a small file are part of the request; a mapped file is converted by the server.
+    assert!(!done.err.contains("uploading rows.jsonl") && done.err.contains("uploading held.csv"), "{done:?}");
+    assert!(done.out.contains("dataset  3 rows"), "{done:?}");
+    done.ok();
+    assert_eq!((ids("/datasets").await, ids("/models").await), (vec![], vec!["tiny".to_owned()]));
+    assert!(!user.path(".local").exists(), "nothing is recorded of datasets that are gone");
+    let json = user.run(&["submit", "job.json", "--dry-run", "--json"]).json();
+    assert_eq!(json["plan"]["eval"]["dataset"]["num_rows"], json!(2));
+
+    // Files that are too large for a request are uploaded and removed. Invalid rows are reported as by a real submission.
+    let large: String = (0..9000).map(|row| format!("{{\"prompt\":\"Say {row}.\",\"x\":\"{:1000}\"}}\n", "")).collect();
+    user.write("large.jsonl", large);
+    let done = user.run(&["submit", "job.json", "--dry-run", "--dataset", "large.jsonl"]);
+    assert!(done.err.contains("uploading large.jsonl") && done.out.contains("dataset  9000 rows"), "{done:?}");
+    user.write("broken.csv", "answer\n1\n");
+    let refused = user.run(&["submit", "job.json", "--dry-run", "--dataset", "broken.csv"]);
+    refused.failed(2, "the server rejected the dataset broken.csv");
+    assert_eq!((ids("/datasets").await, ids("/models").await), (vec![], vec!["tiny".to_owned()]));
+
+    // What the server had before the check stays.
+    let id = user.run(&["datasets", "upload", "held.csv", "--prompt", "question"]).ok();
+    std::fs::remove_dir_all(user.path(".local")).unwrap();
+    user.run(&["models", "add", "folder-model", "folder-model"]).ok();
+    user.run(&["submit", "job.json", "--dry-run"]).ok();
+    assert_eq!(ids("/datasets").await, [id.trim()]);
+    assert_eq!(ids("/models").await.len(), 2);
+}
+
+#[tokio::test]
+async fn the_chats_of_a_warm_up_file_are_the_rows_that_the_server_makes_of_them() {
+    let (server, user) = start("none");
+    let chat = |question: &str, answer: &str| json!([{"role": "user", "content": question}, {"role": "assistant", "content": answer}]);
+    let rows = [
+        json!({"level": 1, "messages": chat("What is up?", "The sky.")}),
+        json!({"messages": chat("Say yes", "yes"), "level": 2}),
+    ];
+    user.write("chats.jsonl", rows.iter().map(|row| format!("{row}\n")).collect::<String>());
+    let with = |dataset: Value, map: &Value| {
+        let mut job = named("warm", 2);
+        job["warm_up"] = json!({"dataset": dataset, "steps": 2, "batch_size": 1, "learning_rate": 1e-3});
+        if map.is_object() {
+            job["warm_up"]["map"] = map.clone();
+        }
+        job
+    };
+    for map in [Value::Null, json!({"keep": []}), json!({"system": "Be brief."})] {
+        let mut warm_ups = Vec::new();
+        for dataset in [json!("chats.jsonl"), json!({"records": rows})] {
+            let id = user.submit(&with(dataset, &map));
+            warm_ups.push(server.get(&format!("/jobs/{id}")).await["plan"]["warm_up"].clone());
+        }
+        assert_eq!(warm_ups[0]["dataset"]["num_rows"], json!(2));
+        assert_eq!(warm_ups[0]["dataset"]["sha256"], warm_ups[1]["dataset"]["sha256"], "{map}: {warm_ups:?}");
+        user.write("job.json", with(json!("chats.jsonl"), &map).to_string());
+        assert!(user.run(&["submit", "job.json", "--dry-run"]).ok().contains("the job is valid"));
+    }
 }
 
 #[tokio::test]

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
 use serde_json::json;
 
+use super::pull::Proxy;
 use super::{User, endless, named, start};
 use crate::processes::{Server, binary, command};
 
@@ -106,6 +108,54 @@ async fn ctrl_c_detaches_and_the_job_goes_on() {
     let before = server.get(&format!("/jobs/{id}")).await;
     assert!(before["state"] == "running" && before["requested"].is_null(), "{before}");
     server.job_when(&id, "more steps", |job| job["step"].as_u64() > before["step"].as_u64()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ctrl_c_stops_the_download_of_a_merged_model_and_keeps_what_arrived() {
+    let (server, user) = start("cpu");
+    let id = user.submit(&named("merged", 2));
+    server.job_in_state(&id, "succeeded").await;
+    let checkpoint = server.get(&format!("/jobs/{id}/checkpoints")).await["data"][0]["id"].as_str().unwrap().to_owned();
+    let body = json!({"format": "merged", "dtype": "float32"});
+    let mut export = server.post(&format!("/checkpoints/{checkpoint}/exports"), &body).await;
+    let begun = Instant::now();
+    while export["state"] != "succeeded" {
+        assert!(begun.elapsed() < PATIENCE, "{export}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        export = server.get(&format!("/exports/{}", export["id"].as_str().unwrap())).await;
+    }
+    let files = export["files"].as_array().unwrap();
+    let total: u64 = files.iter().map(|file| file["size_bytes"].as_u64().unwrap()).sum();
+    let proxy = Proxy::start(&server.url, total / 2).await;
+    let arguments = [
+        "export",
+        checkpoint.as_str(),
+        "--merged",
+        "--dtype",
+        "float32",
+        "-o",
+        "whole",
+        "--server",
+        proxy.url.as_str(),
+    ];
+    let part = user.path(&format!(".whole.{}.part", export["id"].as_str().unwrap()));
+    let arrived = || -> u64 {
+        let entries = std::fs::read_dir(&part).into_iter().flatten().flatten();
+        entries.map(|entry| entry.metadata().unwrap().len()).sum()
+    };
+    let mut terminal = Terminal::run(&user, &arguments);
+    let begun = Instant::now();
+    while arrived() < total / 4 {
+        assert!(begun.elapsed() < PATIENCE, "{} of {total}: {}", arrived(), terminal.screen());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    terminal.types("\u{3}");
+    let (code, shown) = terminal.ends();
+    assert!(code == 130 && shown.contains("stopped; run the command again to continue"), "{code}: {shown}");
+    assert!(arrived() >= total / 4 && !user.path("whole").exists());
+    proxy.allowance.store(u64::MAX, Ordering::SeqCst);
+    user.run(&arguments).ok();
+    assert!(user.path("whole/model.safetensors").is_file() && !part.exists());
 }
 
 #[tokio::test]

@@ -185,7 +185,7 @@ async fn beside(setting: &Setting) {
 /// Adds two checkpoints to each successful job, rows and directories.
 async fn checkpoints(setting: &Setting) {
     let mut after = None;
-    let filter = rlood::store::JobFilter { state: Some(rlood::job::State::Succeeded), ..Default::default() };
+    let filter = rlood::store::JobFilter { states: vec![rlood::job::State::Succeeded], ..Default::default() };
     loop {
         let page = setting.store.job_list(&filter, after.as_deref(), 1000).await.unwrap();
         for job in &page.data {

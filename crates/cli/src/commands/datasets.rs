@@ -127,8 +127,7 @@ async fn find(context: &Context, word: &str) -> Result<String, CliError> {
     if word.parse::<DatasetId>().is_ok() {
         return Ok(word.to_owned());
     }
-    let named = |dataset: &Value| dataset["name"].as_str() == Some(word);
-    let listing = Listing::read_where(context.client.raw_get(&["datasets"]), 0, named).await?;
+    let listing = Listing::read(context.client.raw_get(&["datasets"]).query("name", word), 0).await?;
     match listing.items.as_slice() {
         [] => Err(CliError::NotFound(format!(
             "dataset '{}' not found; `rlood datasets list` lists all datasets",
@@ -174,7 +173,8 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
 
 async fn upload(context: &Context, args: &Upload) -> Result<(), CliError> {
     let mapping = recipe(args)?;
-    let id = uploads::upload_once(context, &args.file, args.name.as_deref(), mapping).await?;
+    let rows = uploads::LocalRows::open(context, &args.file, mapping)?;
+    let id = uploads::upload_once(context, &rows, args.name.as_deref()).await?;
     if context.out.json {
         let answer = context.client.raw_get(&["datasets", &id]).send().await?;
         return context.out.json(&answer.text);

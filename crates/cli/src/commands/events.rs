@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::context::{Common, Context};
 use crate::error::CliError;
-use crate::follow::{OutageRetry, detached, exit_code, is_finished, report_outcome};
+use crate::follow::{OutageRetry, detached, exit_code, is_finished, report_outcomes};
 use crate::listing::Listing;
 use crate::names;
 use crate::output::{clean, shown};
@@ -38,7 +38,7 @@ pub async fn run(context: &Context, args: &Events) -> Result<u8, CliError> {
     let id = names::job(context, &args.job).await?;
     if args.follow {
         let job = detached(&[id], "events -f", follow(context, id, args.after)).await?;
-        report_outcome(&context.out, &job);
+        report_outcomes(context, std::slice::from_ref(&job)).await;
         return Ok(exit_code([&job]));
     }
     let call = context.client.raw_get(&["jobs", &id.to_string(), "events"]);

@@ -58,22 +58,13 @@ fn parse_label(text: &str) -> Result<(String, String), String> {
 /// Fails when the server does not answer with a list of jobs.
 pub async fn run(context: &Context, args: &List) -> Result<u8, CliError> {
     let List { state, name, model, labels, limit, quiet, common: _ } = args;
-    let mut call = context.client.raw_get(&["jobs"]).query_if("model", model.as_ref());
-    // The API can filter jobs by one state only; jobs in several states are selected below.
-    if let [state] = state.as_slice() {
-        call = call.query("state", state);
-    }
+    let states = (!state.is_empty()).then(|| state.join(","));
+    let mut call = context.client.raw_get(&["jobs"]).query_if("state", states);
+    call = call.query_if("name_contains", name.as_ref()).query_if("model", model.as_ref());
     for (key, value) in labels {
         call = call.query(&format!("metadata.{key}"), value);
     }
-    let is_wanted = |job: &Value| {
-        (state.is_empty() || state.contains(&text(job, "state")))
-            && name.as_ref().is_none_or(|name| text(job, "name").contains(name.as_str()))
-    };
-    let listing = match state.len() > 1 || name.is_some() {
-        true => Listing::read_where(call, *limit, is_wanted).await?,
-        false => Listing::read(call, *limit).await?,
-    };
+    let listing = Listing::read(call, *limit).await?;
     if context.out.json {
         context.out.json(&listing.document)?;
     } else if *quiet {

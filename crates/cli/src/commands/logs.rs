@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::context::{Common, Context};
 use crate::error::CliError;
-use crate::follow::{OutageRetry, detached, exit_code, is_finished, report_outcome, text};
+use crate::follow::{OutageRetry, detached, exit_code, is_finished, report_outcomes, text};
 use crate::listing::Listing;
 use crate::names;
 use crate::output::{clean_lines, shown};
@@ -45,7 +45,7 @@ pub async fn run(context: &Context, args: &Logs) -> Result<u8, CliError> {
     let id = names::job(context, &args.job).await?;
     if args.follow {
         let job = detached(&[id], "logs -f", follow(context, id, args.tail)).await?;
-        report_outcome(&context.out, &job);
+        report_outcomes(context, std::slice::from_ref(&job)).await;
         return Ok(exit_code([&job]));
     }
     let mut listing = Listing::read(context.client.raw_get(&["jobs", &id.to_string(), "logs"]), 0).await?;

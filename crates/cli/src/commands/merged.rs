@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::context::Context;
 use crate::error::CliError;
 use crate::files::hash_of;
-use crate::follow::{OutageRetry, interruptible, report_progress, text};
+use crate::follow::{OutageRetry, interruptible, report_progress, stoppable, text};
 use crate::listing::Listing;
 use crate::names;
 use crate::output::{clean_lines, format_bytes, shown};
@@ -46,26 +46,37 @@ pub async fn pull(context: &Context, name: &str, dtype: Option<&str>, output: Op
     report_surviving_update(context, &export);
     let files = files_of(&export)?;
     let target = output.map_or_else(|| PathBuf::from(format!("{job}-step{step}-merged")), Path::to_owned);
-    if is_downloaded(&target, &files)? {
-        context.out.note("already downloaded");
-    } else {
-        let staging = Staging::beside(&target, &export_id)?;
-        let total = files.iter().map(|file| file.size_bytes).sum();
-        let fetched = fetch(context, &export_id, &files, &staging.path);
-        with_bar(context, total, &staging.path, fetched).await?;
-        context.out.note(format!(
-            "downloaded {} files, {}; all hashes match the server's list",
-            files.len(),
-            format_bytes(total)
-        ));
-        staging.publish(&target)?;
-    }
+    stoppable("stopped; run the command again to continue", download(context, &export_id, files, &target)).await?;
     if context.out.json {
         context.out.json(&document)?;
     } else {
         context.out.line(target.display().to_string())?;
     }
     Ok(0)
+}
+
+/// Downloads the files of an export to a folder, unless the folder contains them already.
+async fn download(context: &Context, export: &str, files: Vec<FileEntry>, target: &Path) -> Result<(), CliError> {
+    let (folder, listed) = (target.to_owned(), files.clone());
+    if on_thread(move || is_downloaded(&folder, &listed)).await?? {
+        context.out.note("already downloaded");
+        return Ok(());
+    }
+    let staging = Staging::beside(target, export)?;
+    let total = files.iter().map(|file| file.size_bytes).sum();
+    with_bar(context, total, &staging.path, fetch(context, export, &files, &staging.path)).await?;
+    context.out.note(format!(
+        "downloaded {} files, {}; all hashes match the server's list",
+        files.len(),
+        format_bytes(total)
+    ));
+    staging.publish(target)
+}
+
+/// Reads files on a thread of its own. A merged model is large, and Ctrl-C must stop the command while its files are hashed.
+async fn on_thread<T: Send + 'static>(read: impl FnOnce() -> T + Send + 'static) -> Result<T, CliError> {
+    let read = tokio::task::spawn_blocking(read).await;
+    read.map_err(|error| CliError::Failed(format!("cannot read the downloaded files: {error}")))
 }
 
 /// Finds a queued, running or finished export of a checkpoint with the requested precision.
@@ -134,7 +145,8 @@ fn is_inside(path: &str) -> bool {
 async fn fetch(context: &Context, export: &str, files: &[FileEntry], folder: &Path) -> Result<(), CliError> {
     for file in files {
         let to = folder.join(&file.name);
-        if hash_of(&to).ok() == Some((file.sha256, file.size_bytes)) {
+        let path = to.clone();
+        if on_thread(move || hash_of(&path)).await?.ok() == Some((file.sha256, file.size_bytes)) {
             continue;
         }
         if let Some(parent) = to.parent() {

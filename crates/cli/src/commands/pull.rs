@@ -15,13 +15,14 @@ use crate::transfer::{Staging, is_downloaded, with_bar};
 /// File in a checkpoint that lists the checkpoint's files with their hashes.
 const MANIFEST: &str = "manifest.json";
 /// Files of a checkpoint that only training needs. Programs that load the weights do not read these files.
-const TRAINING_FILES: [&str; 7] = [
+const TRAINING_FILES: [&str; 8] = [
     "optimizer.safetensors",
     "trainer_state.json",
     "rollout.json",
     "rollout.safetensors",
     "ahead.json",
     "ahead.safetensors",
+    "reference.safetensors",
     MANIFEST,
 ];
 

@@ -45,14 +45,45 @@ pub async fn run(context: &Context, args: &Show) -> Result<u8, CliError> {
     let checkpoints =
         context.client.raw_get(&["jobs", &id, "checkpoints"]).query("limit", 100).pages().collect().await?;
     let job = job.value;
+    print_verdict(context, &summary["verdict"])?;
     print_head(context, &job)?;
     print_rewards_and_alerts(context, &job, &summary)?;
-    print_outcome(context, &job, &summary)?;
+    print_outcome(context, &job)?;
     if !checkpoints.is_empty() {
         context.out.line("")?;
         table(&checkpoints).print(&context.out)?;
     }
     Ok(0)
+}
+
+/// Prints the verdict in the summary of a job: whether the trained model is better than the base model, by how much, and the
+/// limitations of the comparison.
+fn print_verdict(context: &Context, verdict: &Value) -> Result<(), CliError> {
+    for (label, value) in verdict_lines(verdict) {
+        let line = format!("{label:<12} {value}");
+        // The first of these lines has the answer, and the others explain it.
+        context.out.line(if label == "verdict" { console::style(line).bold().to_string() } else { line })?;
+    }
+    Ok(())
+}
+
+/// Returns the lines about a verdict with their labels.
+fn verdict_lines(verdict: &Value) -> Vec<(&'static str, String)> {
+    if !verdict.is_object() {
+        return Vec::new();
+    }
+    let Some(word) = verdict["verdict"].as_str() else {
+        let why = verdict["error"]["message"].as_str().map(|why| format!(": {}", clean(why))).unwrap_or_default();
+        let state = match text(verdict, "state") {
+            state @ ("queued" | "running") => format!("the comparison with the base model is {state}"),
+            _ => format!("the comparison with the base model {}", shown(&verdict["state"])),
+        };
+        return vec![("verdict", format!("{state}{why}"))];
+    };
+    let answer = verdict["summary"].as_str().unwrap_or(word);
+    let compared = format!("checkpoint {} of step {}", shown(&verdict["checkpoint_id"]), shown(&verdict["step"]));
+    let note = verdict["note"].as_str().map(|note| ("", clean(note)));
+    [("verdict", clean(answer)), ("", compared)].into_iter().chain(note).collect()
 }
 
 fn print_head(context: &Context, job: &Value) -> Result<(), CliError> {
@@ -104,7 +135,7 @@ fn print_rewards_and_alerts(context: &Context, job: &Value, summary: &Value) -> 
     Ok(())
 }
 
-fn print_outcome(context: &Context, job: &Value, summary: &Value) -> Result<(), CliError> {
+fn print_outcome(context: &Context, job: &Value) -> Result<(), CliError> {
     let failure = &job["failure"];
     if failure.is_object() {
         let message = clean_lines(text(failure, "message"));
@@ -116,9 +147,6 @@ fn print_outcome(context: &Context, job: &Value, summary: &Value) -> Result<(), 
     }
     if let Some(message) = job["ending"]["message"].as_str() {
         context.out.line(format!("{:<12} {}", "ended early", clean(message)))?;
-    }
-    if let Some(verdict) = summary["verdict"]["result"]["verdict"].as_str() {
-        context.out.line(format!("{:<12} {}", "verdict", clean(verdict)))?;
     }
     Ok(())
 }
@@ -140,4 +168,36 @@ fn table(checkpoints: &[Value]) -> Table {
         ]);
     }
     table
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_verdict_is_its_sentence_its_checkpoint_and_its_note() {
+        let mut verdict = json!({
+            "checkpoint_id": "ckpt_1", "step": 20, "state": "succeeded", "verdict": "better", "error": null,
+            "summary": "The trained model is better: mean reward 0.5 (difference +0.3, 95 % interval +0.1 to +0.5).",
+            "note": "3 rows are left out", "rows": 100, "difference": 0.3, "interval": [0.1, 0.5]
+        });
+        let lines = verdict_lines(&verdict);
+        assert!(lines[0].0 == "verdict" && lines[0].1.contains("95 % interval +0.1 to +0.5"), "{lines:?}");
+        assert_eq!(
+            lines[1..],
+            [("", "checkpoint ckpt_1 of step 20".to_owned()), ("", "3 rows are left out".to_owned())]
+        );
+        for key in ["verdict", "summary", "note"] {
+            verdict[key] = Value::Null;
+        }
+        verdict["state"] = json!("running");
+        assert_eq!(verdict_lines(&verdict), [("verdict", "the comparison with the base model is running".to_owned())]);
+        verdict["state"] = json!("failed");
+        verdict["error"] = json!({"message": "no memory"});
+        let failed = "the comparison with the base model failed: no memory";
+        assert_eq!(verdict_lines(&verdict), [("verdict", failed.to_owned())]);
+        assert!(verdict_lines(&Value::Null).is_empty());
+    }
 }

@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 
 use crate::context::{Common, Context};
 use crate::error::{CliError, EXIT_USAGE};
-use crate::follow::{detached, exit_code, live, report_outcome, text, wait_for, within};
+use crate::follow::{detached, exit_code, live, report_outcomes, stoppable, text, wait_for, within};
+use crate::job_file::dry_run::DryRun;
 use crate::job_file::{JobFile, Setting, uploads};
 use crate::output::{clean, format_bytes, parse_duration, shown};
 use crate::profiles;
@@ -36,7 +37,8 @@ pub struct Submit {
     #[arg(long)]
     pub trl: bool,
 
-    /// Check the job and show its plan without submitting it. Local files are uploaded, because the check counts their rows.
+    /// Check the job and show its plan without submitting it. Nothing stays on the server: rows of small files are sent with the
+    /// job, and what has to be uploaded or registered for the check is removed after it.
     #[arg(long)]
     pub dry_run: bool,
 
@@ -66,47 +68,20 @@ pub struct Submit {
 /// # Errors
 /// Fails when the job is not valid, or a file that it names cannot be used.
 pub async fn run(context: &Context, args: &Submit) -> Result<u8, CliError> {
-    let Submit { file, settings, dataset, trl, dry_run, wait, watch, timeout, idempotency_key, common: _ } = args;
-    let mut job = JobFile::read(file)?;
-    if *trl {
-        job.document = translate_trl(context, &job.document).await?;
-    }
-    if !job.document.is_object() {
-        return Err(CliError::Usage(format!(
-            "{}: a job must be an object, {{\"model\": …, \"dataset\": …, \"rewards\": […]}}",
-            file.display()
-        )));
-    }
-    if let Some(path) = dataset {
-        // A dataset path on the command line is relative to the current directory; a path in the job file is relative
-        // to the file's folder.
-        let path = std::path::absolute(path).map_err(CliError::local("read --dataset"))?;
-        job.document["dataset"] = json!(path);
-    }
-    for setting in settings {
-        setting.apply(&mut job.document)?;
-    }
-    uploads::replace_local_files(context, &mut job).await?;
-    let document = Document::from(&job.document);
-    let report_settings = |error: rlood_client::Error| {
-        for setting in settings {
-            let errors = error.problem().map(|problem| problem.errors.as_slice()).unwrap_or_default();
-            for field in errors.iter().filter(|field| setting.is_at(&field.pointer)) {
-                context.out.note(format!("--set {}: {}", setting.text(), clean(&field.detail)));
-            }
-        }
-        CliError::from(error)
-    };
+    let Submit { file: _, settings, dataset: _, trl: _, dry_run, wait, watch, timeout, idempotency_key, common: _ } =
+        args;
+    let mut job = read_job(context, args).await?;
     if *dry_run {
-        let answer =
-            context.client.raw_ask(&["jobs", "validate"]).document(&document).send().await.map_err(report_settings)?;
-        return show_validation(context, settings, &answer);
+        return check(context, job, settings).await;
     }
+    uploads::replace_local_files(context, &mut job, None).await?;
+    let document = Document::from(&job.document);
     let client = match idempotency_key {
         Some(key) => context.client.with_idempotency_key(key),
         None => context.client.clone(),
     };
-    let answer = client.raw_post(&["jobs"]).document(&document).send().await.map_err(report_settings)?;
+    let answer = client.raw_post(&["jobs"]).document(&document).send().await;
+    let answer = answer.map_err(|error| explained(context, settings, error))?;
     let id = text(&answer.value, "id").to_owned();
     // If the job cannot be saved as @last, later commands cannot use @last, but the job is submitted.
     if let Err(error) = profiles::save_last_job(&context.target.name(), &id) {
@@ -138,8 +113,58 @@ pub async fn run(context: &Context, args: &Submit) -> Result<u8, CliError> {
         }
     };
     let jobs = detached(&[id], "watch", within(*timeout, followed)).await?;
-    jobs.iter().for_each(|job| report_outcome(&context.out, job));
+    report_outcomes(context, &jobs).await;
     Ok(exit_code(&jobs))
+}
+
+/// Reads the job file, and applies the flags that change the job.
+async fn read_job(context: &Context, args: &Submit) -> Result<JobFile, CliError> {
+    let Submit { file, settings, dataset, trl, .. } = args;
+    let mut job = JobFile::read(file)?;
+    if *trl {
+        job.document = translate_trl(context, &job.document).await?;
+    }
+    if !job.document.is_object() {
+        return Err(CliError::Usage(format!(
+            "{}: a job must be an object, {{\"model\": …, \"dataset\": …, \"rewards\": […]}}",
+            file.display()
+        )));
+    }
+    if let Some(path) = dataset {
+        // A dataset path on the command line is relative to the current directory; a path in the job file is relative
+        // to the file's folder.
+        let path = std::path::absolute(path).map_err(CliError::local("read --dataset"))?;
+        job.document["dataset"] = json!(path);
+    }
+    for setting in settings {
+        setting.apply(&mut job.document)?;
+    }
+    Ok(job)
+}
+
+/// Checks the job without submitting it, and removes from the server what was created for the check.
+async fn check(context: &Context, mut job: JobFile, settings: &[Setting]) -> Result<u8, CliError> {
+    let mut dry_run = DryRun::of(&job.document);
+    let checked = stoppable("stopped; nothing was submitted", async {
+        uploads::replace_local_files(context, &mut job, Some(&mut dry_run)).await?;
+        let document = Document::from(&job.document);
+        let answer = context.client.raw_ask(&["jobs", "validate"]).document(&document).send().await;
+        answer.map_err(|error| explained(context, settings, error))
+    })
+    .await;
+    dry_run.remove(context).await;
+    show_validation(context, settings, &checked?, &dry_run)
+}
+
+/// Names the `--set` whose value the server rejected.
+fn explained(context: &Context, settings: &[Setting], error: rlood_client::Error) -> CliError {
+    for setting in settings {
+        let errors = error.problem().map(|problem| problem.errors.as_slice()).unwrap_or_default();
+        for field in errors.iter().filter(|field| setting.is_at(&field.pointer)) {
+            context.out.note(format!("--set {}: {}", setting.text(), clean(&field.detail)));
+        }
+    }
+    CliError::from(error)
 }
 
 /// Asks the server to translate a TRL configuration into a job.
@@ -163,7 +188,12 @@ async fn translate_trl(context: &Context, document: &Value) -> Result<Value, Cli
     }
 }
 
-fn show_validation(context: &Context, settings: &[Setting], answer: &RawAnswer) -> Result<u8, CliError> {
+fn show_validation(
+    context: &Context,
+    settings: &[Setting],
+    answer: &RawAnswer,
+    dry_run: &DryRun,
+) -> Result<u8, CliError> {
     let out = &context.out;
     let validation = &answer.value;
     let is_valid = validation["valid"] == true;
@@ -187,7 +217,11 @@ fn show_validation(context: &Context, settings: &[Setting], answer: &RawAnswer) 
     let plan = &validation["plan"];
     out.line("the job is valid; nothing was submitted")?;
     out.line(format!("model    {}", shown(&plan["model"]["id"])))?;
-    out.line(format!("dataset  {}, {} rows", shown(&plan["dataset"]["id"]), shown(&plan["dataset"]["num_rows"])))?;
+    let dataset = &plan["dataset"];
+    // Rows that were sent with the job have no id.
+    let id = dataset["id"].as_str().filter(|id| !dry_run.is_temporary(id));
+    let id = id.map(|id| format!("{}, ", clean(id))).unwrap_or_default();
+    out.line(format!("dataset  {id}{} rows", shown(&dataset["num_rows"])))?;
     out.line(format!("steps    {}", shown(&plan["totals"]["optimizer_steps"])))?;
     if let Some(bytes) = validation["estimate"]["total_bytes"].as_u64() {
         out.line(format!("memory   {}", format_bytes(bytes)))?;

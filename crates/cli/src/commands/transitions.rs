@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use rlood_client::RawAnswer;
-use rlood_types::id::JobId;
+use rlood_types::id::{CheckpointId, JobId};
 use serde_json::{Value, json};
 
 use crate::context::{Common, Context};
@@ -72,11 +72,11 @@ pub struct Retry {
 /// Flags of `rlood fork`.
 #[derive(Debug, Clone, Args)]
 pub struct Fork {
-    /// Checkpoint that the new job starts from: JOB@120 for a step, JOB@last, JOB@best, or a checkpoint id (ckpt_…).
-    #[arg(value_name = "JOB[@STEP]", add = super::completions::jobs())]
-    pub job: String,
+    /// Checkpoints that new jobs start from, one job each: JOB@120 for a step, JOB@last, JOB@best, or a checkpoint id (ckpt_…).
+    #[arg(value_name = "JOB[@STEP]", num_args = 1.., required = true, add = super::completions::jobs())]
+    pub jobs: Vec<String>,
 
-    /// Change a setting of the new job, as in `rlood submit --set`. Can be given several times.
+    /// Change a setting of each new job, as in `rlood submit --set`. Can be given several times.
     #[arg(long = "set", value_name = "PATH=VALUE", value_parser = Setting::parse)]
     pub settings: Vec<Setting>,
 
@@ -136,44 +136,46 @@ async fn send_transitions(
     let ids = names::jobs(context, words).await?;
     for_each_job(context, &ids, async |id| {
         let path = ["jobs", &id.to_string()];
-        match context.client.raw_post(&[path[0], path[1], verb]).send().await {
-            Ok(answer) => Ok(answer),
+        let answer = match context.client.raw_post(&[path[0], path[1], verb]).send().await {
+            Ok(answer) => answer,
             Err(error) if error.code() == "illegal_move" => {
                 let answer = context.client.raw_get(&path).send().await?;
-                if is_done(&answer.value) { Ok(answer) } else { Err(error.into()) }
+                if !is_done(&answer.value) {
+                    return Err(error.into());
+                }
+                answer
             }
-            Err(error) => Err(error.into()),
-        }
+            Err(error) => return Err(error.into()),
+        };
+        print(context, &answer)
     })
-    .await?;
-    Ok(0)
+    .await
 }
 
-/// Runs `work` for each job and prints the resulting job. All jobs are tried; the first error is returned, and every error is
-/// printed when there are several jobs.
-async fn for_each_job(
+/// Runs `work` for each job, which also prints the result. All jobs are tried; the first error is returned, and every error is
+/// printed when there are several jobs. The name of each job in messages is its `Display` form.
+async fn for_each_job<J: std::fmt::Display>(
     context: &Context,
-    ids: &[JobId],
-    work: impl AsyncFn(JobId) -> Result<RawAnswer, CliError>,
-) -> Result<Vec<RawAnswer>, CliError> {
-    let (mut answers, mut failed) = (Vec::new(), None);
-    for id in ids {
-        match work(*id).await {
-            Ok(answer) => {
-                print(context, &answer)?;
-                answers.push(answer);
-            }
-            Err(error) if ids.len() == 1 => return Err(error),
+    jobs: &[J],
+    work: impl AsyncFn(&J) -> Result<(), CliError>,
+) -> Result<u8, CliError> {
+    let mut failures = Vec::new();
+    for job in jobs {
+        match work(job).await {
+            Ok(()) => {}
+            // Standard output is closed, so the results of the other jobs cannot be printed either.
+            Err(CliError::Closed) => return Err(CliError::Closed),
+            Err(error) if jobs.len() == 1 => return Err(error),
             Err(error) => {
-                context.out.note(format!("{id}: {error}"));
-                failed.get_or_insert(error);
+                context.out.note(format!("{job}: {error}"));
+                failures.push(error);
             }
         }
     }
-    match failed {
-        None => Ok(answers),
+    let (done, all) = (jobs.len() - failures.len(), jobs.len());
+    match failures.into_iter().next() {
+        None => Ok(0),
         Some(error) => {
-            let (done, all) = (answers.len(), ids.len());
             context.out.note(format!("the command succeeded for {done} of {all} jobs"));
             Err(error)
         }
@@ -201,22 +203,42 @@ fn print_created(context: &Context, answer: &RawAnswer) -> Result<(), CliError> 
 /// # Errors
 /// Fails when a job does not exist or is not finished.
 pub async fn retry(context: &Context, args: &Retry) -> Result<u8, CliError> {
-    for id in names::jobs(context, &args.jobs).await? {
+    let ids = names::jobs(context, &args.jobs).await?;
+    for_each_job(context, &ids, async |id| {
         let call = context.client.raw_post(&["jobs", &id.to_string(), "retry"]);
         let call = match &args.from {
             Some(from) => call.body(&json!({"from": from})),
             None => call,
         };
-        print_created(context, &call.send().await?)?;
+        print_created(context, &call.send().await?)
+    })
+    .await
+}
+
+/// A checkpoint that `rlood fork` continues from.
+struct Origin {
+    id: CheckpointId,
+    job: JobId,
+    step: u64,
+}
+
+impl std::fmt::Display for Origin {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}@{}", self.job, self.step)
     }
-    Ok(0)
 }
 
 /// # Errors
-/// Fails when the checkpoint does not exist or the new job is not valid.
+/// Fails when a checkpoint does not exist or a new job is not valid.
 pub async fn fork(context: &Context, args: &Fork) -> Result<u8, CliError> {
-    let Fork { job, settings, overrides, common: _ } = args;
-    let checkpoint = names::checkpoint(context, job).await?;
+    let Fork { jobs, settings, overrides, common: _ } = args;
+    let mut origins: Vec<Origin> = Vec::with_capacity(jobs.len());
+    for job in jobs {
+        let rlood_client::Checkpoint { id, job_id, step, .. } = names::checkpoint(context, job).await?;
+        if origins.iter().all(|origin| origin.id != id) {
+            origins.push(Origin { id, job: job_id, step });
+        }
+    }
     let mut own = match overrides {
         Some(path) => JobFile::read(path)?.document,
         None => json!({}),
@@ -227,16 +249,18 @@ pub async fn fork(context: &Context, args: &Fork) -> Result<u8, CliError> {
             CliError::Usage(format!("{error}; to change a list of the old job, set the whole list"))
         })?;
     }
-    let body = json!({"from_step": checkpoint.step, "overrides": own});
-    let call = context.client.raw_post(&["jobs", &checkpoint.job_id.to_string(), "fork"]).body(&body);
-    let answer = call.send().await?;
-    context.out.note(format!("the new job starts from the checkpoint {} of step {}", checkpoint.id, checkpoint.step));
-    print_created(context, &answer)?;
-    Ok(0)
+    for_each_job(context, &origins, async |Origin { id, job, step }| {
+        let body = json!({"from_step": step, "overrides": own});
+        let call = context.client.raw_post(&["jobs", &job.to_string(), "fork"]).body(&body);
+        let answer = call.send().await?;
+        context.out.note(format!("the new job starts from the checkpoint {id} of step {step}"));
+        print_created(context, &answer)
+    })
+    .await
 }
 
 /// # Errors
-/// Fails when a job does not exist or is not finished, or the user does not confirm.
+/// Fails when a job is not finished, or the user does not confirm.
 pub async fn delete(context: &Context, args: &Delete) -> Result<u8, CliError> {
     let ids = names::jobs(context, &args.jobs).await?;
     if !args.yes {
@@ -247,16 +271,14 @@ pub async fn delete(context: &Context, args: &Delete) -> Result<u8, CliError> {
         let question = format!("Delete {what} with all checkpoints, samples and events?");
         context.out.confirm(&question, "--yes")?;
     }
-    let mut failed = None;
-    for id in &ids {
+    for_each_job(context, &ids, async |id| {
         match context.client.raw_delete(&["jobs", &id.to_string()]).send().await {
             Ok(_) => context.out.note(format!("deleted {id}")),
-            Err(error) if ids.len() == 1 => return Err(error.into()),
-            Err(error) => {
-                context.out.note(format!("{id}: {error}"));
-                failed.get_or_insert(CliError::from(error));
-            }
+            // A complete id is not looked up before, so the job may have been deleted by an earlier command.
+            Err(error) if error.status() == Some(404) => context.out.note(format!("{id} does not exist (any more)")),
+            Err(error) => return Err(error.into()),
         }
-    }
-    failed.map_or(Ok(0), Err)
+        Ok(())
+    })
+    .await
 }

@@ -7,7 +7,7 @@ use futures::future::try_join_all;
 
 use crate::context::{Common, Context};
 use crate::error::CliError;
-use crate::follow::{detached, exit_code, report_outcome, wait_for, within};
+use crate::follow::{detached, exit_code, report_outcomes, wait_for, within};
 use crate::names;
 use crate::output::parse_duration;
 
@@ -37,11 +37,9 @@ pub async fn run(context: &Context, args: &Wait) -> Result<u8, CliError> {
     let ids = names::jobs(context, &args.jobs).await?;
     let all = try_join_all(ids.iter().map(|id| wait_for(context, *id, args.until_paused)));
     let jobs = detached(&ids, "wait", within(args.timeout, all)).await?;
-    for job in &jobs {
-        if context.out.json {
-            context.out.json(&job.to_string())?;
-        }
-        report_outcome(&context.out, job);
+    if context.out.json {
+        jobs.iter().try_for_each(|job| context.out.json(&job.to_string()))?;
     }
+    report_outcomes(context, &jobs).await;
     Ok(exit_code(&jobs))
 }

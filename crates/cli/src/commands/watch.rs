@@ -4,7 +4,7 @@ use clap::Args;
 
 use crate::context::{Common, Context};
 use crate::error::CliError;
-use crate::follow::{detached, exit_code, live, report_outcome};
+use crate::follow::{detached, exit_code, live, report_outcomes};
 use crate::names;
 
 /// Flags of `rlood watch`.
@@ -28,6 +28,6 @@ pub struct Watch {
 pub async fn run(context: &Context, args: &Watch) -> Result<u8, CliError> {
     let ids = names::jobs(context, &args.jobs).await?;
     let jobs = detached(&ids, "watch", live::watch(context, &ids, args.until_paused)).await?;
-    jobs.iter().for_each(|job| report_outcome(&context.out, job));
+    report_outcomes(context, &jobs).await;
     Ok(exit_code(&jobs))
 }

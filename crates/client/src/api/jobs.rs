@@ -157,6 +157,12 @@ pub struct JobFilter {
     pub state: Option<State>,
     /// Only jobs with this base model.
     pub model: Option<String>,
+    /// Only jobs with exactly this name.
+    pub name: Option<String>,
+    /// Only jobs whose name contains this text.
+    pub name_contains: Option<String>,
+    /// Only jobs whose id begins with this text.
+    pub id_prefix: Option<String>,
     /// Only jobs with these labels.
     pub metadata: BTreeMap<String, String>,
     /// Number of items per page, 1 to 100.
@@ -207,9 +213,13 @@ pub struct Fork {
 impl Client {
     /// Lists jobs, newest first.
     pub fn list_jobs(&self, filter: &JobFilter) -> Pages<Job> {
-        let JobFilter { state, model, metadata, limit } = filter;
-        let mut call =
-            self.get(&["jobs"]).query_if("state", state.map(State::as_str)).query_if("model", model.as_ref());
+        let JobFilter { state, model, name, name_contains, id_prefix, metadata, limit } = filter;
+        let mut call = self.get(&["jobs"]).query_if("state", state.map(State::as_str));
+        for (parameter, value) in
+            [("model", model), ("name", name), ("name_contains", name_contains), ("id_prefix", id_prefix)]
+        {
+            call = call.query_if(parameter, value.as_ref());
+        }
         for (label, value) in metadata {
             call = call.query(&format!("metadata.{label}"), value);
         }

@@ -230,6 +230,10 @@ async fn queries_and_labels_are_encoded() {
     fake.client().list_jobs(&filter).collect().await.unwrap();
     let expected = "GET /jobs?state=paused&metadata.team+%26+co=What+is+1+%2B+2%3F&limit=5";
     assert_eq!(fake.seen()[0].line, expected);
+    let text = |text: &str| Some(text.to_owned());
+    let names = JobFilter { name: text("a b"), name_contains: text("b"), id_prefix: text("job_01"), ..filter };
+    fake.client().list_jobs(&JobFilter { metadata: [].into(), limit: None, ..names }).collect().await.unwrap();
+    assert_eq!(fake.seen()[1].line, "GET /jobs?state=paused&name=a+b&name_contains=b&id_prefix=job_01");
 }
 
 #[tokio::test]

@@ -243,6 +243,13 @@ fn rows_with_answers_keep_them() {
     assert_eq!(of(&lines[..3], json!({}), &answers).unwrap(), expected);
     assert_eq!(of(&lines[..1], json!({"map": {"keep": []}}), &answers).unwrap(), [json!({"prompt": chat})]);
     assert!(of(&lines[3..], json!({}), &answers).unwrap_err().contains("no 'prompt' column"));
+    // The command line names the chat column of a warm-up's file when it uploads the file, which gives the same rows.
+    for (line, column) in [(0, "messages"), (1, "conversations")] {
+        let uploaded = of(&lines[line..=line], json!({"map": {"prompt": column, "drop": [column]}}), &options());
+        assert_eq!(uploaded, of(&lines[line..=line], json!({}), &answers), "{column}");
+    }
+    let kept = of(&lines[..1], json!({"map": {"prompt": "messages", "keep": []}}), &options());
+    assert_eq!(kept, of(&lines[..1], json!({"map": {"keep": []}}), &answers));
     assert!(
         of(&lines[..1], json!({}), &options()).unwrap_err().contains("cut_answer"),
         "elsewhere it is offered to cut it"

@@ -24,6 +24,7 @@ async fn some_jobs(setting: &Setting) -> Vec<JobRow> {
     for number in 0..60 {
         let mut plan = plan(setting.dataset);
         plan.model.id = ["org/tiny", "org/small"][number % 2].to_owned();
+        plan.name = [None, Some("nightly"), Some("nightly %_ run")][number % 3].map(str::to_owned);
         plan.metadata = match number % 4 {
             0 => labels(&[]),
             1 => labels(&[("team", "x"), ("a key \"quoted\"", "välue")]),
@@ -65,7 +66,9 @@ async fn some_jobs(setting: &Setting) -> Vec<JobRow> {
 
 fn filters() -> Vec<JobFilter> {
     let mut filters = Vec::new();
-    for state in [None, Some(State::Queued), Some(State::Cancelled), Some(State::Failed)] {
+    for states in
+        [vec![], vec![State::Queued], vec![State::Cancelled], vec![State::Failed], vec![State::Queued, State::Paused]]
+    {
         for model in [None, Some("org/tiny"), Some("org/none")] {
             for owner in [None, Some(""), Some("ann")] {
                 for metadata in [
@@ -76,8 +79,13 @@ fn filters() -> Vec<JobFilter> {
                     labels(&[("team", "z")]),
                     labels(&[("team", "")]),
                 ] {
+                    let is_named = model != Some("org/none") && owner != Some("");
                     let (model, owner) = (model.map(str::to_owned), owner.map(str::to_owned));
-                    filters.push(JobFilter { state, model, metadata, owner });
+                    let filter = JobFilter { states: states.clone(), model, metadata, owner, ..JobFilter::default() };
+                    if is_named {
+                        filters.extend(with_names(&filter));
+                    }
+                    filters.push(filter);
                 }
             }
         }
@@ -85,9 +93,24 @@ fn filters() -> Vec<JobFilter> {
     filters
 }
 
+/// The filter together with names and beginnings of ids.
+fn with_names(filter: &JobFilter) -> Vec<JobFilter> {
+    let text = |text: &str| Some(text.to_owned());
+    vec![
+        JobFilter { name: text("nightly"), ..filter.clone() },
+        JobFilter { name: text("none"), ..filter.clone() },
+        JobFilter { name_contains: text("%_"), ..filter.clone() },
+        JobFilter { id_prefix: text("job_0"), ..filter.clone() },
+        JobFilter { id_prefix: text("job_z"), name: text("nightly"), ..filter.clone() },
+    ]
+}
+
 fn matches(filter: &JobFilter, row: &JobRow) -> bool {
-    let JobFilter { state, model, metadata, owner } = filter;
-    state.is_none_or(|state| state == row.state)
+    let JobFilter { states, model, metadata, owner, name, name_contains, id_prefix } = filter;
+    (states.is_empty() || states.contains(&row.state))
+        && (name.is_none() || *name == row.name)
+        && name_contains.as_ref().is_none_or(|part| row.name.as_ref().is_some_and(|name| name.contains(part)))
+        && id_prefix.as_ref().is_none_or(|prefix| row.id.to_string().starts_with(prefix))
         && model.as_ref().is_none_or(|model| *model == row.model)
         && owner.as_ref().is_none_or(|owner| *owner == row.owner)
         && metadata.iter().all(|(key, value)| row.metadata.get(key) == Some(value))
@@ -110,6 +133,11 @@ async fn every_filter_finds_its_jobs_page_by_page() {
         }
         assert_eq!(found, expected, "{filter:?}");
     }
+    // The beginning of an id finds the one job that has it.
+    let id = rows[3].id.to_string();
+    let one = JobFilter { id_prefix: Some(id[..id.len() - 1].to_owned()), ..JobFilter::default() };
+    let found = setting.store.job_list(&one, None, 7).await.unwrap().data;
+    assert_eq!(found.iter().map(|row| row.id).collect::<Vec<_>>(), [rows[3].id]);
 }
 
 #[tokio::test]
@@ -165,7 +193,7 @@ async fn no_page_reads_all_rows_or_sorts_them() {
                 let reads_all = step.starts_with("SCAN jobs") && !step.contains("INDEX jobs_");
                 assert!(!sorts && !reads_all, "{filter:?}: {steps:?}");
             }
-            let of_one = ["jobs_created", "jobs_state", "jobs_model", "jobs_owner"];
+            let of_one = ["jobs_created", "jobs_state", "jobs_model", "jobs_owner", "jobs_name"];
             let by_index = steps
                 .iter()
                 .any(|step| of_one.iter().any(|index| step.contains(index)) || step.contains("INDEX jobs_list"));

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 
 use rlood_store::{
-    Claimed, JobFilter, JobPatch, KeyBegin, NewDataset, NewModel, SampleQuery, SampleSort, Store, StoreError,
+    Claimed, DatasetFilter, JobFilter, JobPatch, KeyBegin, NewDataset, NewModel, SampleQuery, SampleSort, Store,
+    StoreError,
 };
 use rlood_types::event::{Event, FinishReason, Metrics, Sample, SamplePhase};
 use rlood_types::id::{DatasetId, JobId};
@@ -312,7 +313,7 @@ async fn jobs_are_listed_newest_first_filtered_and_paged() {
     assert_eq!(find(labels(&[("team", "y"), ("run", "2")])).await, []);
     assert_eq!(find(JobFilter { model: Some("org/other".to_owned()), ..Default::default() }).await, [other]);
     store.job_cancel(other, T0).await.unwrap();
-    assert_eq!(find(JobFilter { state: Some(State::Cancelled), ..Default::default() }).await, [other]);
+    assert_eq!(find(JobFilter { states: vec![State::Cancelled], ..Default::default() }).await, [other]);
     assert_eq!(store.job_counts().await.unwrap()[0], (State::Queued, 5));
     assert_eq!(store.job_counts().await.unwrap()[5], (State::Cancelled, 1));
     for bad in ["x", "", "am9icw"] {
@@ -383,10 +384,22 @@ async fn the_same_bytes_are_the_same_dataset_and_a_needed_one_stays() {
     assert_eq!(store.dataset_by_sha256("", "d2").await.unwrap().as_ref(), Some(&row));
     assert_eq!(store.dataset_by_sha256("", "d3").await.unwrap(), None);
     assert_eq!(store.dataset_by_sha256("another owner", "d2").await.unwrap(), None);
-    let page = store.dataset_list(None, None, 1).await.unwrap();
+    let all = DatasetFilter::default();
+    let page = store.dataset_list(all, None, 1).await.unwrap();
     assert_eq!(page.data, [row]);
-    let rest = store.dataset_list(None, page.next.as_deref(), 1).await.unwrap();
+    let rest = store.dataset_list(all, page.next.as_deref(), 1).await.unwrap();
     assert_eq!((rest.data[0].id, rest.next), (setting.dataset, None));
+    let row = &page.data[0];
+    for (filter, expected) in [
+        (DatasetFilter { name: Some("again"), ..all }, vec![row.id]),
+        (DatasetFilter { name: Some("agai"), ..all }, vec![]),
+        (DatasetFilter { sha256: Some("d1"), ..all }, vec![setting.dataset]),
+        (DatasetFilter { sha256: Some("d2"), owner: Some(""), name: Some("again") }, vec![row.id]),
+        (DatasetFilter { sha256: Some("d2"), owner: Some("another owner"), ..all }, vec![]),
+    ] {
+        let page = store.dataset_list(filter, None, 10).await.unwrap();
+        assert_eq!(page.data.iter().map(|row| row.id).collect::<Vec<_>>(), expected, "{filter:?}");
+    }
 
     let job = setting.job().await;
     let refused = store.dataset_delete(setting.dataset).await.unwrap_err();
