@@ -294,8 +294,15 @@ async fn fetch(state: &AppState, caller: &Caller, wanted: HubAdapter) -> Result<
         };
         files.push(file.clone());
     }
+    if info.is_restricted
+        && let Some(weights) = files.last()
+    {
+        // Files in the cache are served without a request, and they may have been opened by the token of another owner.
+        let checked = hub.check_access(&repo, &info.commit, weights).await;
+        checked.map_err(|error| of_adapter(problem(&error)))?;
+    }
     let origin = json!({"hub": repo.id(), "revision": repo.revision(), "commit": info.commit});
-    let folder = state.downloads.sources(&info.commit);
+    let folder = state.downloads.sources(repo.id(), &info.commit);
     let (commit, is_restricted) = (info.commit, info.is_restricted);
     let plan = RepoPlan { repo, commit, is_restricted, files, config: Value::Null };
     let fetched = hub.download(&plan, &state.downloads.parts(), &folder, &Default::default()).await;

@@ -23,6 +23,7 @@ use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, identity, once};
 use super::list::{self, List, Time};
+use super::models::find::find;
 use crate::doctor::PhaseChange;
 use crate::event::Phase;
 use crate::files::DataDir;
@@ -200,7 +201,10 @@ async fn list_jobs(
                     state.ok_or_else(|| bad_query("state", "invalid_value", format!("must be one of {}", names())))?,
                 );
             }
-            "model" => filter.model = Some(value),
+            "model" => {
+                let row = find(&state, &caller, &value).await?;
+                filter.model = Some(row.map_or(value, |row| row.id));
+            }
             "after" => after = Some(value),
             "limit" => {
                 let number = value.parse().map_err(|_| bad_query("limit", "invalid_type", "must be a whole number"))?;
