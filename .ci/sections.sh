@@ -39,7 +39,7 @@ section families "a C++ compiler" "${emulated[@]}" tests/fixtures/golden
 families() {
     local log=${work:?}/families
     on_the_emulator parity:: golden:: oracle:: --nocapture | tee "$log"
-    echo "figure: parity cases: $(grep -c '^parity .*: ok' "$log"), of these refused on a GPU: $(grep -c '^parity .*refused (' "$log")"
+    echo "figure: parity cases: $(grep -c '^parity .*: ok' "$log"), of these refused on a GPU: $(grep -c '^parity .*: ok .*refused (' "$log"), cases of refused families: $(grep -c '^parity [^ ]*: refused (' "$log")"
 }
 
 section gradients "a C++ compiler" "${emulated[@]}"

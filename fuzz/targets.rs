@@ -16,7 +16,7 @@ use rlood::modelcard::text::Text;
 use rlood::protocol;
 use rlood::reward::webhook::read_answer;
 use rlood::rollout::RewardSample;
-use rlood::spec::{JobSpec, LoraPlan, RewardPlan, format, trl};
+use rlood::spec::{JobSpec, PeftConfig, RewardPlan, StoredModule, format, trl};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
@@ -137,10 +137,19 @@ pub fn safetensors_index(bytes: &[u8]) {
 /// PEFT's configuration of an adapter; the model's own beside it.
 pub fn adapter_config(bytes: &[u8]) {
     if let Ok(value) = serde_json::from_slice::<Value>(bytes)
-        && let Ok(plan) = LoraPlan::from_peft(&value, &["self_attn.q_proj", "mlp.down_proj"], 3)
+        && let Ok(config) = PeftConfig::read(&value)
     {
-        let ranks = (0..3).filter_map(|layer| plan.of(layer, "mlp.down_proj"));
-        assert!(ranks.into_iter().all(|rank| plan.scaling(rank).is_finite()));
+        let path = "mlp.down_proj";
+        let stored = |layer| {
+            let name = format!("model.language_model.layers.{layer}.{path}");
+            StoredModule { layer, path: path.to_owned(), name, r: 4 }
+        };
+        let selected: Vec<StoredModule> =
+            (0..3).map(stored).filter(|module| config.selects(&module.name) != Some(false)).collect();
+        if let Ok(plan) = config.plan(&selected, &["self_attn.q_proj", path], 3) {
+            let ranks = (0..3).filter_map(|layer| plan.of(layer, path));
+            assert!(ranks.into_iter().all(|rank| plan.scaling(rank).is_finite()));
+        }
     }
     let _ = rlood::modelcard::read(&replaced("config.json", bytes));
 }

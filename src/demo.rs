@@ -100,7 +100,7 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     let code = match &demonstrated {
         None => ExitCode::from(EXIT_INTERRUPTED),
         Some(Err(_)) => ExitCode::FAILURE,
-        Some(Ok(outcome)) if args.exit => outcome.judge(),
+        Some(Ok((outcome, _))) if args.exit => outcome.judge(),
         Some(Ok(_)) => {
             println!("\nserving until Ctrl-C");
             tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
@@ -115,13 +115,13 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
 }
 
 /// Runs the demo over HTTP, as a user would: registers the model, uploads the data, submits the job, follows
-/// it, fetches the results.
+/// it, fetches the results. The reward service is returned too, because a verdict on the job needs it.
 async fn demonstrate(
     args: &DemoArgs,
     data_dir: &Path,
     server: SocketAddr,
     begun: Instant,
-) -> Result<Outcome, DemoError> {
+) -> Result<(Outcome, ExampleService), DemoError> {
     let client = Client::builder(&format!("http://{server}")).no_proxy().build()?;
     let model_dir = data_dir.join("tiny");
     bundle::unpack_model(&model_dir).map_err(system(format!("write the bundled model to {}", model_dir.display())))?;
@@ -156,7 +156,7 @@ async fn demonstrate(
     }
     let outcome = Outcome::read(&client, id, steps, data_dir).await?;
     outcome.print(client.server(), begun.elapsed());
-    Ok(outcome)
+    Ok((outcome, service))
 }
 
 /// Builds the job as a user would write it.

@@ -105,6 +105,7 @@ fn run(rloo: &Value, steps: u64, seed: u64) -> Result<Ledger, Failure> {
         rows: task::rows("train")?,
         eval_rows: task::rows("heldout")?,
         warm_up_rows: Vec::new(),
+        judged_keys: Vec::new(),
         resume: None,
         initial_adapter: None,
         scratch_dir: scratch.path(),

@@ -16,7 +16,8 @@ pub struct PythonRewardsArgs {
     pub python_rewards: Option<Vec<PathBuf>>,
 
     /// Names or ids of the keys whose jobs may use Python rewards, for a server with keys, comma-separated; operator stands
-    /// for RLOOD_API_KEY. Default: no key. Without keys the flag has no effect.
+    /// for RLOOD_API_KEY and for jobs that were submitted before the first key existed. Default: no key. Without keys the
+    /// flag has no effect.
     #[arg(long, env = "RLOOD_PYTHON_REWARDS_KEYS", value_delimiter = ',', value_name = "NAME,…")]
     pub python_rewards_keys: Option<Vec<String>>,
 }

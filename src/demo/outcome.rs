@@ -115,6 +115,7 @@ impl Outcome {
         println!("\nadapter   {} (PEFT: PeftModel.from_pretrained loads it)", adapter_dir.display());
         println!("          {WEIGHTS} sha256 {adapter_sha256}");
         println!("\nnext      {base} (the dashboard), {base}/docs (the API)");
+        println!("          rlood verdict {job} --server {base}");
         println!("          rlood samples {job} --server {base} --phase eval --worst 3");
         println!("          rlood metrics {job} --server {base} --keys reward,kl");
         println!("          rlood generate {job} --server {base} --chat -p 'What is 12 + 30?'");

@@ -20,7 +20,7 @@ use super::list::{List, PageQuery, Time};
 use super::models::hub::{client, parse_repo, problem};
 use super::rows::check_disk;
 use crate::files::StagedDir;
-use crate::hub::{RepoFile, RepoPlan};
+use crate::hub::{RepoFile, RepoInfo, RepoPlan};
 use crate::id::AdapterId;
 use crate::modelcard::adapter::{self, AdapterCard};
 use crate::modelcard::{ModelCardError, ModelFile, fingerprint_entries, hash_files};
@@ -301,10 +301,13 @@ async fn fetch(state: &AppState, caller: &Caller, wanted: HubAdapter) -> Result<
         let checked = hub.check_access(&repo, &info.commit, weights).await;
         checked.map_err(|error| of_adapter(problem(&error)))?;
     }
-    let origin = json!({"hub": repo.id(), "revision": repo.revision(), "commit": info.commit});
+    let mut origin = json!({"hub": repo.id(), "revision": repo.revision(), "commit": info.commit});
+    if let Some(name) = &info.renamed_to {
+        origin["renamed_to"] = name.as_str().into();
+    }
     let folder = state.downloads.sources(repo.id(), &info.commit);
-    let (commit, is_restricted) = (info.commit, info.is_restricted);
-    let plan = RepoPlan { repo, commit, is_restricted, files, config: Value::Null };
+    let RepoInfo { commit, is_restricted, files: _, renamed_to } = info;
+    let plan = RepoPlan { repo, commit, is_restricted, files, config: Value::Null, renamed_to };
     let fetched = hub.download(&plan, &state.downloads.parts(), &folder, &Default::default()).await;
     fetched.map_err(|error| of_adapter(problem(&error)))?;
     let dir = state.files.in_background(move |files| {

@@ -16,12 +16,14 @@ use super::dataset_ranges::ranged;
 use super::error::{Code, Problem, shortened};
 use super::models::hub::{self, client};
 use super::rows::{WRITE_BYTES, check_disk, read_rows, rejected};
+use super::storage::check_limit;
 use crate::data::{CannotChoose, Chosen, NOT_FETCHED, Options, Preview, Source, choose, convert, preview};
 use crate::dataset::{Format, Recipe, Rejected, Summary};
 use crate::error_text::with_causes;
 use crate::files::StagedDone;
 use crate::hub::{Hub, Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
 use crate::spec::HubDataset;
+use crate::storage::StorageKind;
 
 /// Capacity of the channel from the conversion thread to the task that writes the file, in chunks.
 const PIECES: usize = 4;
@@ -90,18 +92,22 @@ pub(super) async fn convert_files(
     });
     // No size limit for the writer, because the conversion enforces it with a better error message.
     let mut out = state.files.stage(u64::MAX).await?;
+    let mut written = 0;
     while let Some(piece) = pieces.recv().await {
         check_disk(state)?;
+        written += piece.len() as u64;
+        check_limit(state, StorageKind::Datasets, written).await?;
         out.write(&piece).await?;
     }
     let converted = work.await.map_err(Problem::internal)?.map_err(rejected)?;
     Ok((converted.summary, out.finish().await?, origin))
 }
 
-/// Checks and stores the rows that a conversion thread writes.
+/// Checks and stores the rows that a conversion thread writes. Errors name the `file`, if its name is known.
 pub(super) async fn written(
     state: &AppState,
     format: Format,
+    file: Option<&str>,
     write: impl FnOnce(&mut dyn std::io::Write) -> std::io::Result<()> + Send + 'static,
 ) -> Result<(Summary, StagedDone), Problem> {
     let (sender, pieces) = mpsc::channel(PIECES);
@@ -114,7 +120,7 @@ pub(super) async fn written(
         let piece = pieces.recv().await?;
         Some((Ok::<_, Problem>(Bytes::from(piece)), pieces))
     });
-    let read = read_rows(state, format, Box::pin(pieces), |problem| problem).await;
+    let read = read_rows(state, format, file, Box::pin(pieces), |problem| problem).await;
     // The error of storing rows comes first: after it the conversion thread fails too, but only with a broken pipe.
     let written = work.await.map_err(Problem::internal)?;
     let rows = read?;
@@ -147,7 +153,11 @@ async fn preview_sources(
     chat_default: bool,
     rows: usize,
 ) -> Result<Result<Preview, Rejected>, Problem> {
-    let Files { sources, format, staged, .. } = files;
+    let Files { mut sources, format, staged, .. } = files;
+    // A file of this size was not received to its end, except by chance.
+    if staged.as_ref().is_some_and(|staged| staged.size_bytes >= PREVIEW_BYTES) {
+        sources = sources.into_iter().map(Source::cut).collect();
+    }
     let looked = tokio::task::spawn_blocking(move || {
         let cancelled = AtomicBool::new(false);
         let options = Options { format, chat_default, answers: false, max_bytes: u64::MAX, cancelled: &cancelled };
@@ -197,8 +207,17 @@ async fn find(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<
         .collect();
     let origin = json!({"hub": repo.id(), "revision": wanted.revision.as_deref().unwrap_or(repo.revision()), "commit": info.commit,
                         "config": chosen.config, "split": chosen.split, "files": hashes});
-    let (commit, is_restricted) = (info.commit, info.is_restricted);
-    Ok(Found { hub, plan: RepoPlan { repo, commit, is_restricted, files, config: Value::Null }, origin })
+    let RepoInfo { commit, is_restricted, files: _, renamed_to } = info;
+    let origin = with_name(origin, renamed_to.as_deref());
+    Ok(Found { hub, plan: RepoPlan { repo, commit, is_restricted, files, config: Value::Null, renamed_to }, origin })
+}
+
+/// Adds a repository's new name to the origin of a dataset, if the hub has renamed it.
+fn with_name(mut origin: Value, renamed_to: Option<&str>) -> Value {
+    if let Some(name) = renamed_to {
+        origin["renamed_to"] = name.into();
+    }
+    origin
 }
 
 /// Downloads the files of a hub dataset. Files of a commit are cached for a day.
@@ -286,6 +305,14 @@ async fn converted_branch(
             return Err(cannot_choose(repo, &unreadable));
         }
     };
+    if repo.revision() != "main" {
+        let detail = format!(
+            "{}; the hub's converted copy exists only of the default revision, not of '{}': omit the revision to use it",
+            unreadable.detail,
+            repo.revision()
+        );
+        return Err(cannot_choose(repo, &CannotChoose { field: "revision", detail, ..unreadable }));
+    }
     // The grouping of files by config and split that the dataset's README would otherwise describe.
     let mut configs: Vec<(String, Vec<(String, String)>)> = Vec::new();
     for file in &listed {

@@ -91,7 +91,7 @@ struct DatasetForm {
 /// Rows are JSON objects with a `prompt` (a non-empty string or a list of chat messages). All other columns are passed to the
 /// rewards. An object with a duplicate key, or with an integer beyond 64 bits (write it as a string), is rejected. The default
 /// format is ndjson, one object per line: `{"prompt": "What is 2+2?", "answer": "4"}`. The server reads the body as it arrives and
-/// checks every row. It reports all invalid rows, the first 100 with their line. Uploading the same rows again returns
+/// checks every row. It reports all invalid rows, the first 100 with their line (ndjson) or row (CSV, TSV, JSON). Uploading the same rows again returns
 /// the existing dataset (200).
 ///
 /// CSV, TSV, JSON and parquet are accepted too, and the text formats also compressed with gzip or zstd; the server detects the

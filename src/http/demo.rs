@@ -121,7 +121,7 @@ async fn store_dataset(
     rows: &'static [u8],
 ) -> Result<DatasetId, Problem> {
     let pieces = stream::iter([Ok::<_, Problem>(Bytes::from_static(rows))]);
-    let (summary, staged) = read_rows(state, Format::Ndjson, pieces, |problem| problem).await?;
+    let (summary, staged) = read_rows(state, Format::Ndjson, None, pieces, |problem| problem).await?;
     Ok(store_rows(state, caller.owner(), Some(name.to_owned()), (summary, staged, None)).await?.0.id)
 }
 

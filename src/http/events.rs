@@ -21,7 +21,7 @@ use super::extract::{Json, Path, Query};
 use super::list::{self, List, PageQuery, Time};
 use super::{metrics, samples, summary};
 use crate::id::JobId;
-use crate::store::{EventRow, LogRow};
+use crate::store::{EventRow, LogRow, TaskKind};
 
 /// Number of past events that a stream reads from the database at a time.
 const REPLAY_PAGE: u32 = 100;
@@ -98,8 +98,9 @@ impl RemovedEvents {
 ///
 /// Returns JSON pages in order; `after` is the last known `seq`. With `Accept: text/event-stream` the response is a stream: all
 /// events after `after` or `Last-Event-ID`, then new events as they happen, without gaps or duplicates; a comment every 15 s; an
-/// event `end` when the job has ended. If retention has removed events of a finished job, the page has a `removed` field and the
-/// stream an event `removed`. A number that the job has not reached (for example because the server was restored from a backup) is
+/// event `end` when the job has ended and its newest verdict, if it has one, is complete. A client that does not need the verdict
+/// may close the stream after `job.succeeded`, `job.failed` or `job.cancelled`. If retention has removed events of a finished job,
+/// the page has a `removed` field and the stream an event `removed`. A number that the job has not reached (for example because the server was restored from a backup) is
 /// rejected with `invalid_cursor`: start again without it.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "Jobs",
     params(("id" = JobId, Path, description = "The job"), PageQuery,
@@ -171,7 +172,8 @@ fn invalid_seq(name: &str, detail: &str) -> Problem {
 
 type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;
 
-/// Sends all events after `after`, then new ones, until the job has ended or the client has disconnected or reads too slowly.
+/// Sends all events after `after`, then new ones, until the job and its verdict have ended, or the client has disconnected or reads too
+/// slowly.
 async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) -> Result<(), Problem> {
     let mut changes = state.store.changed(id);
     if !send(sender, sse::Event::default().retry(RECONNECT).comment("events of the job follow")).await {
@@ -179,8 +181,9 @@ async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) ->
     }
     loop {
         changes.borrow_and_update();
-        // The job is read before its events: if its state is final, the last event is among those read next.
+        // The job and its verdict are read before the events: if both are final, the last event is among those read next.
         let row = state.store.job_get(id).await?;
+        let is_over = row.state.is_terminal() && is_judged(state, id).await?;
         loop {
             let page = state.store.event_page(id, after, REPLAY_PAGE).await?;
             let full = page.len() == REPLAY_PAGE as usize;
@@ -203,7 +206,7 @@ async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) ->
                 break;
             }
         }
-        if row.state.is_terminal() {
+        if is_over {
             let end =
                 sse::Event::default().event("end").json_data(json!({"state": row.state})).map_err(Problem::internal)?;
             send(sender, end).await;
@@ -214,6 +217,11 @@ async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) ->
             () = sender.closed() => return Ok(()),
         }
     }
+}
+
+/// Whether a job has no verdict that is queued or running.
+async fn is_judged(state: &AppState, id: JobId) -> Result<bool, Problem> {
+    Ok(state.store.task_newest(TaskKind::Verdict, id).await?.is_none_or(|task| task.state.is_final()))
 }
 
 /// Sends an event to a stream. Returns false when the client has disconnected or reads too slowly.

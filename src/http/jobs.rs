@@ -24,6 +24,7 @@ use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, identity, once};
 use super::list::{self, List, Time};
 use super::models::find::find;
+use super::python_rewards;
 use crate::doctor::PhaseChange;
 use crate::event::Phase;
 use crate::files::DataDir;
@@ -443,12 +444,16 @@ async fn move_job(
     route: &'static str,
 ) -> Result<Response, Problem> {
     let of = state.clone();
+    let by = caller.clone();
     let work = async move {
         let now = clock_ms();
         let row = match action {
             Action::Cancel => state.store.job_cancel(id, now).await?,
             Action::Pause => state.store.job_pause(id, now).await?,
-            Action::Resume => state.store.job_resume(id, now).await?,
+            Action::Resume => {
+                python_rewards::check_plan(&state, &by, id, &state.store.job_get(id).await?.plan()?).await?;
+                state.store.job_resume(id, now).await?
+            }
             Action::Retry | Action::Delete => {
                 return Err(Problem::internal(
                     "retry and delete are not changes of a job's state: they have routes of their own",

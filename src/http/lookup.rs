@@ -14,7 +14,7 @@ use super::error::{Code, Problem, chain, shortened};
 use super::heavy;
 use super::models::find::find;
 use super::models::hub::{self, Inspected};
-use super::models::is_as_registered;
+use super::models::{RENAMED_TO, is_as_registered};
 use super::prompts::{Place, Prompts};
 use super::python_rewards;
 use super::reach;
@@ -265,6 +265,11 @@ fn inspect<'p>(
             found.errors.push(unusable(error.to_string()));
             return Ok(None);
         }
+    }
+    if let Some(name) = model.card[RENAMED_TO].as_str() {
+        let detail = format!("the hub has renamed this repository to '{name}': use that name from now on");
+        let (pointer, code) = ("/model".to_owned(), "repository_renamed".to_owned());
+        found.warnings.push(Warning { pointer, code, detail });
     }
     let facts = model_facts(model, &card);
     let text = match Text::load(dir) {

@@ -1,5 +1,6 @@
 //! Models: an id for a directory on the server. The directory is read and checked when it is registered.
 
+pub mod card;
 pub mod find;
 pub mod hub;
 
@@ -14,6 +15,7 @@ use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use self::card::Card;
 use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem, ProblemBody, shortened};
@@ -23,12 +25,14 @@ use super::list::{List, PageQuery, Time};
 use super::reach;
 use crate::modelcard::classifier::is_classifier;
 use crate::modelcard::text::{Text, TextError};
-use crate::modelcard::{self, Backbone, ClassifierCard, ModelCard, ModelCardError, ModelFile};
+use crate::modelcard::{self, ClassifierCard, ModelCardError, ModelFile};
 use crate::store::{ModelRow, NewModel, clock_ms};
 use find::{check_id, find, taken};
 
 /// The JSON key under which a model's database record stores the stamp (sizes and modification times) of its files.
 const STAMP: &str = "stamp";
+/// The JSON key under which a model's database record stores the new name of a renamed repository.
+pub(super) const RENAMED_TO: &str = "renamed_to";
 
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(create_model, list_models)).routes(routes!(get_model, delete_model))
@@ -80,6 +84,9 @@ pub struct Model {
     /// Hub repository of the model; absent for a local directory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hub: Option<String>,
+    /// The name under which the hub has the repository now, if it was renamed: use this name from now on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub renamed_to: Option<String>,
     /// The requested branch, tag or commit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
@@ -103,90 +110,11 @@ pub struct Model {
     pub problem: Option<String>,
 }
 
-/// Properties of a model.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-#[schema(as = ModelCard)]
-pub struct Card {
-    /// The `model_type` of the text model: `qwen3`, `llama`, `gemma3_text`, `phi3`, …; for reward models also
-    /// `deberta-v2`, `xlm-roberta`, `roberta`, `modernbert`.
-    pub architecture: String,
-    /// The task that the model can be used for.
-    #[serde(default)]
-    pub task: ModelTask,
-    /// Names of a reward model's scores; empty for other models.
-    #[serde(default)]
-    pub labels: Vec<String>,
-    /// Number of weights; shared ones are counted once.
-    pub num_parameters: u64,
-    /// Number of hidden layers.
-    pub num_hidden_layers: u64,
-    /// Width of the residual stream.
-    pub hidden_size: u64,
-    /// Number of rows of the embedding.
-    pub vocab_size: u64,
-    /// Maximum sequence length in tokens.
-    pub max_position_embeddings: u64,
-    /// Token ids that end a completion.
-    pub eos_token_ids: Vec<u32>,
-    /// Whether prompts may be chat messages.
-    pub has_chat_template: bool,
-    /// Total size of the files, in bytes.
-    pub size_bytes: u64,
-}
-
-/// The task that a model can be used for.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum ModelTask {
-    /// Text generation: the `model` of a job.
-    #[default]
-    CausalLm,
-    /// Scoring: the `model` of a reward of type `reward_model`.
-    SequenceClassification,
-}
-
-impl Card {
-    fn of_classifier(card: &ClassifierCard) -> Self {
-        let (num_hidden_layers, hidden_size, vocab_size) = match &card.backbone {
-            Backbone::Decoder(config) => (config.num_hidden_layers, config.hidden_size, config.vocab_size),
-            Backbone::Encoder(config) => (config.num_hidden_layers, config.hidden_size, config.vocab_size),
-        };
-        Self {
-            architecture: card.model_type.clone(),
-            task: ModelTask::SequenceClassification,
-            labels: card.labels.clone(),
-            num_parameters: card.num_parameters,
-            num_hidden_layers: num_hidden_layers as u64,
-            hidden_size: hidden_size as u64,
-            vocab_size: vocab_size as u64,
-            max_position_embeddings: card.max_tokens as u64,
-            eos_token_ids: Vec::new(),
-            has_chat_template: card.chat_template.is_some(),
-            size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
-        }
-    }
-
-    fn of(card: &ModelCard) -> Self {
-        Self {
-            architecture: card.config.family.to_owned(),
-            task: ModelTask::CausalLm,
-            labels: Vec::new(),
-            num_parameters: card.num_parameters,
-            num_hidden_layers: card.config.num_hidden_layers as u64,
-            hidden_size: card.config.hidden_size as u64,
-            vocab_size: card.config.vocab_size as u64,
-            max_position_embeddings: card.max_position_embeddings as u64,
-            eos_token_ids: card.eos_token_ids.clone(),
-            has_chat_template: card.chat_template.is_some(),
-            size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
-        }
-    }
-}
-
 impl Model {
     /// Converts a model's database row to its JSON form in the API, with the progress of its download.
     fn of(state: &AppState, row: ModelRow) -> Self {
         let ModelRow { id, source, state: row_state, sha256, card, owner, is_private, created_at, hub, problem } = row;
+        let renamed_to = card[RENAMED_TO].as_str().map(str::to_owned);
         let card = serde_json::from_value(card).ok();
         let advance = state.downloads.advance(&id).filter(|_| row_state == "downloading");
         let bytes_total = hub.as_ref().map(|hub| hub.bytes_total);
@@ -208,6 +136,7 @@ impl Model {
             private: is_private,
             created_at: Time(created_at),
             hub,
+            renamed_to,
             revision,
             commit,
             bytes_done,

@@ -7,12 +7,12 @@ use serde_json::{Map, Value, json};
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::{convert_files, fetch};
+use super::dataset_sources::{Files, convert_files, fetch, stored};
 use super::error::{Code, Problem, shortened};
-use crate::dataset::Summary;
+use crate::dataset::{Recipe, Summary};
 use crate::files::StagedDone;
 use crate::id::DatasetId;
-use crate::spec::{DatasetFacts, DatasetSource, FieldError, HubDataset, MixedSource, SourceFacts, SourcePlan};
+use crate::spec::{DatasetFacts, DatasetSource, FieldError, MappedSource, MixedSource, SourceFacts, SourcePlan};
 use crate::store::{DatasetRow, StoreError};
 
 /// A dataset of the job, wherever its rows are stored.
@@ -156,12 +156,22 @@ impl Prompts {
         errors: &mut Vec<FieldError>,
     ) -> Result<Option<Self>, Problem> {
         match source {
-            DatasetSource::Hub(hub) => Self::of_hub(state, caller, hub, place, errors).await,
-            DatasetSource::Records(records) => {
-                let facts = DatasetFacts::of_records(records);
-                // The list in the job is emptied but not removed, because it still shows that the rows were sent inline.
-                Ok(Some(Self { at: place.at.clone(), source: Source::Records(std::mem::take(records)), facts }))
+            DatasetSource::Hub(hub) => {
+                let files = fetch(state, caller, hub).await;
+                Self::of_files(state, files, hub.recipe(), place, errors).await
             }
+            DatasetSource::Mapped(mapped) => {
+                let MappedSource { source, recipe } = &mut **mapped;
+                let rows = match source {
+                    DatasetSource::Records(records) => Some(Self::of_records(records, place)),
+                    DatasetSource::Id(id) => Self::stored(state, caller, *id, place, errors).await?,
+                    _ => None,
+                };
+                let Some(rows) = rows else { return Ok(None) };
+                let files = files_of(state, rows).await;
+                Self::of_files(state, files, recipe.clone(), place, errors).await
+            }
+            DatasetSource::Records(records) => Ok(Some(Self::of_records(records, place))),
             DatasetSource::Id(id) => Self::stored(state, caller, *id, place, errors).await,
             DatasetSource::Joined(id, sources) => {
                 let Some(prompts) = Self::stored(state, caller, *id, place, errors).await? else { return Ok(None) };
@@ -183,16 +193,22 @@ impl Prompts {
         }
     }
 
-    /// Downloads and maps a dataset from the hub.
-    async fn of_hub(
+    fn of_records(records: &mut Vec<Value>, place: &Place) -> Self {
+        let facts = DatasetFacts::of_records(records);
+        // The list in the job is emptied but not removed, because it still shows that the rows were sent inline.
+        Self { at: place.at.clone(), source: Source::Records(std::mem::take(records)), facts }
+    }
+
+    /// Maps the rows of files, or reports why they cannot be read or mapped.
+    pub(super) async fn of_files(
         state: &AppState,
-        caller: &Caller,
-        hub: &HubDataset,
+        files: Result<Files, Problem>,
+        recipe: Recipe,
         place: &Place,
         errors: &mut Vec<FieldError>,
     ) -> Result<Option<Self>, Problem> {
-        let made = match fetch(state, caller, hub).await {
-            Ok(files) => convert_files(state, files, hub.recipe(), (place.chat_default, place.answers)).await,
+        let made = match files {
+            Ok(files) => convert_files(state, files, recipe, (place.chat_default, place.answers)).await,
             Err(problem) => Err(problem),
         };
         match made {
@@ -292,6 +308,25 @@ impl Prompts {
             Ok(continues)
         });
         all.map(drop)
+    }
+}
+
+/// Returns rows as a file to which a mapping can be applied.
+pub(super) async fn files_of(state: &AppState, rows: Prompts) -> Result<Files, Problem> {
+    let origin = rows.source.origin().unwrap_or_else(|| json!({}));
+    match rows.source {
+        Source::Stored(path) => Ok(stored("the dataset", path, origin, None)),
+        source => {
+            let mut staged = state.files.stage(u64::MAX).await?;
+            let Source::Records(records) = source else {
+                return Err(Problem::internal("the rows of several dataset sources cannot be mapped together"));
+            };
+            for record in &records {
+                staged.write(format!("{record}\n").as_bytes()).await?;
+            }
+            let staged = staged.finish().await?;
+            Ok(stored("records", staged.path().to_owned(), origin, Some(staged)))
+        }
     }
 }
 

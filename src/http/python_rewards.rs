@@ -8,7 +8,9 @@ use super::auth::{Actor, Caller, keys_are_on};
 use super::error::{Code, Problem, shortened};
 use crate::config::PythonRewards;
 use crate::digest::Sha256Digest;
+use crate::id::JobId;
 use crate::spec::{FieldError, JobSpec, Plan, PythonPlan, RewardKind, RewardPlan};
+use crate::store::StoreError;
 
 /// Maximum size of a Python file, in bytes.
 const MAX_FILE_BYTES: u64 = 4 << 20;
@@ -89,25 +91,61 @@ async fn refusal(state: &AppState, caller: &Caller) -> Result<Option<String>, Pr
     )))
 }
 
-/// Checks that the caller may restart a job with Python rewards.
+/// Checks that the caller may have the Python rewards of a job run again: by resuming or retrying it, or by a verdict on it.
 ///
 /// # Errors
-/// Fails when the caller may not use Python rewards.
-pub(super) async fn check_plan(state: &AppState, caller: &Caller, plan: &Plan) -> Result<(), Problem> {
-    if python_plans(plan).next().is_none() {
-        return Ok(());
-    }
-    match refusal(state, caller).await? {
-        Some(detail) => Err(Problem::new(Code::Forbidden, detail)),
-        None => Ok(()),
-    }
+/// Fails when the caller may not use Python rewards, or the job's own permission has ended.
+pub(super) async fn check_plan(state: &AppState, caller: &Caller, job: JobId, plan: &Plan) -> Result<(), Problem> {
+    let Some(reward) = python_plans(plan).next() else { return Ok(()) };
+    let refused = match refusal(state, caller).await? {
+        None => without_owner(state, job, reward).await?.map(|refused| refused.detail),
+        refused => refused,
+    };
+    refused.map_or(Ok(()), |detail| Err(Problem::new(Code::Forbidden, detail)))
+}
+
+/// Why the Python rewards of an accepted job must no longer run.
+pub(super) struct Withdrawn {
+    pub(super) detail: String,
+    /// Advice on how to run the job.
+    pub(super) suggestion: &'static str,
 }
 
 /// Returns why an accepted job must no longer run: the operator has since restricted the Python rewards.
-pub(super) fn withdrawn(permitted: &PythonRewards, plan: &Plan) -> Option<String> {
-    let refused = python_plans(plan).find(|plan| !permitted.holds(Path::new(&plan.file)))?;
-    let file = Path::new(&refused.file).file_name().unwrap_or_default().to_string_lossy();
-    Some(format!("the reward '{}' of {file} is no longer in a folder of --python-rewards", refused.function))
+pub(super) async fn withdrawn(state: &AppState, job: JobId, plan: &Plan) -> Result<Option<Withdrawn>, StoreError> {
+    let permitted = &state.config.python_rewards;
+    if let Some(reward) = python_plans(plan).find(|plan| !permitted.holds(Path::new(&plan.file))) {
+        let detail = format!("{} is no longer in a folder of --python-rewards", named(reward));
+        let suggestion = "ask the operator to start the server with --python-rewards and the folder of the reward's file, then retry the job";
+        return Ok(Some(Withdrawn { detail, suggestion }));
+    }
+    match python_plans(plan).next() {
+        Some(reward) => without_owner(state, job, reward).await,
+        None => Ok(None),
+    }
+}
+
+/// Returns why the functions of a job without an owner must not run. Such a job was submitted without a key, before the first key
+/// existed, or with `RLOOD_API_KEY`; once keys are required, the operator's name permits both.
+async fn without_owner(state: &AppState, job: JobId, reward: &PythonPlan) -> Result<Option<Withdrawn>, StoreError> {
+    let is_permitted = state.config.python_rewards.keys.iter().any(|key| key == OPERATOR);
+    if is_permitted || !keys_are_on(state).await? {
+        return Ok(None);
+    }
+    let owner = state.store.job_owner(job).await?.unwrap_or_default();
+    Ok(owner.is_empty().then(|| Withdrawn {
+        detail: format!(
+            "{} may not run: the job was submitted without a key, and the server requires keys now, of which --python-rewards-keys names those that may run Python functions",
+            named(reward)
+        ),
+        suggestion: "submit the job again with a key that --python-rewards-keys names, or ask the operator to add operator to --python-rewards-keys, then retry the job",
+    }))
+}
+
+/// Returns a reward's function and file, without the folder, for a message.
+fn named(reward: &PythonPlan) -> String {
+    let file = Path::new(&reward.file).file_name().unwrap_or_default().to_string_lossy();
+    format!("the reward '{}' of {file}", reward.function)
 }
 
 fn python_plans(plan: &Plan) -> impl Iterator<Item = &PythonPlan> {

@@ -78,7 +78,7 @@ async fn retry_job(
 /// latest at the next start of the server.
 async fn retry(state: AppState, caller: Caller, id: JobId, from: Option<RetryFrom>) -> Result<Answer, Problem> {
     let old = state.store.job_get(id).await?;
-    python_rewards::check_plan(&state, &caller, &old.plan()?).await?;
+    python_rewards::check_plan(&state, &caller, id, &old.plan()?).await?;
     if !old.state.is_terminal() {
         return Err(StoreError::IllegalMove { state: old.state, action: Action::Retry }.into());
     }

@@ -6,9 +6,9 @@ use axum::body::Bytes;
 use futures::{Stream, StreamExt};
 
 use super::AppState;
-use super::error::{Code, FieldError, Problem};
+use super::error::{Code, FieldError, Problem, shortened};
 use super::storage::check_limit;
-use crate::dataset::{Format, Reader, Rejected, RowError, Summary};
+use crate::dataset::{Format, Reader, Rejected, RowError, RowPlace, Summary};
 use crate::files::StagedDone;
 use crate::storage::StorageKind;
 
@@ -20,10 +20,11 @@ pub(super) const WRITE_BYTES: usize = 256 * 1024;
 pub(super) const UPLOAD_DEADLINE: Duration = Duration::from_secs(3600);
 
 /// Reads rows as they arrive, checks them, and writes them in canonical form to a staged file. Holds one row and one piece in
-/// memory. Reading stops while the disk is nearly full.
+/// memory. Reading stops while the disk is nearly full. Errors name the `file`, if its name is known.
 pub(super) async fn read_rows<E>(
     state: &AppState,
     format: Format,
+    file: Option<&str>,
     mut pieces: impl Stream<Item = Result<Bytes, E>> + Unpin,
     failed: impl Fn(E) -> Problem,
 ) -> Result<(Summary, StagedDone), Problem> {
@@ -51,7 +52,7 @@ pub(super) async fn read_rows<E>(
             out.clear();
         }
     }
-    let summary = reader.finish(&mut out).map_err(rejected)?;
+    let summary = reader.finish(&mut out).map_err(|rejected| rejected_in(file, rejected))?;
     check_limit(state, StorageKind::Datasets, received).await?;
     staged.write(&out).await?;
     Ok((summary, staged.finish().await?))
@@ -72,10 +73,17 @@ pub(super) fn check_disk(state: &AppState) -> Result<(), Problem> {
     Ok(())
 }
 
-pub(super) fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
-    let first = errors.first().map_or_else(String::new, |error| match error.line {
-        0 => error.detail.clone(),
-        line => format!("line {line}: {}", error.detail),
+pub(super) fn rejected(rejected: Rejected) -> Problem {
+    rejected_in(None, rejected)
+}
+
+/// Converts the errors of rows into a problem; `file` is the name of the uploaded file, if it is known.
+fn rejected_in(file: Option<&str>, Rejected { errors, num_errors }: Rejected) -> Problem {
+    let first = errors.first().map_or_else(String::new, |RowError { place, code: _, detail }| match (place, file) {
+        (RowPlace::File, None) => detail.clone(),
+        (RowPlace::File, Some(file)) => format!("{}: {detail}", shortened(file)),
+        (place, None) => format!("{place}: {detail}"),
+        (place, Some(file)) => format!("{place} ({}): {detail}", shortened(file)),
     });
     let detail = match num_errors {
         0 | 1 => first,
@@ -92,7 +100,7 @@ pub(super) fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
 
 pub(super) fn row_errors(errors: Vec<RowError>) -> Vec<FieldError> {
     let one = |error: RowError| FieldError {
-        pointer: if error.line == 0 { String::new() } else { format!("line {}", error.line) },
+        pointer: error.place.to_string(),
         code: error.code.to_owned(),
         detail: error.detail,
     };

@@ -110,7 +110,8 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
             }
             Some("dataset") if rows.is_none() => {
                 let format = format_of_part(&part)?;
-                rows = Some(read_rows(state, format, part, broken_form).await?);
+                let file = part.file_name().map(str::to_owned);
+                rows = Some(read_rows(state, format, file.as_deref(), part, broken_form).await?);
             }
             Some(name @ ("spec" | "dataset")) => {
                 return Err(bad_form(format!("the form field '{name}' occurs twice: send it once")));
@@ -235,7 +236,7 @@ pub(super) async fn store_prompts(
     document: &mut Value,
     plan: &mut Plan,
 ) -> Result<(), Problem> {
-    if let Some(row) = store_uploaded_dataset(state, owner, train).await? {
+    if let Some(row) = store_uploaded_dataset(state, owner, document, train).await? {
         store_in(&mut plan.dataset, &row);
         document["dataset"] = submittable_dataset(&plan.dataset);
         if let Some(eval) = plan.eval.as_mut().filter(|eval| eval.fraction.is_some()) {
@@ -245,7 +246,9 @@ pub(super) async fn store_prompts(
     if let Some(plan) = &mut plan.eval {
         store_eval_prompts(state, owner, eval, document, plan).await?;
     }
-    if let (Some(row), Some(warm_up)) = (store_uploaded_dataset(state, owner, warm_up).await?, &mut plan.warm_up) {
+    if let (Some(row), Some(warm_up)) =
+        (store_uploaded_dataset(state, owner, document, warm_up).await?, &mut plan.warm_up)
+    {
         store_in(&mut warm_up.dataset, &row);
         document["warm_up"]["dataset"] = submittable_dataset(&warm_up.dataset);
         // The mapping is removed, because the stored warm-up rows are already mapped.
@@ -265,15 +268,17 @@ async fn store_eval_prompts(
     plan: &mut EvalPlan,
 ) -> Result<(), Problem> {
     let EvalPrompts { eval, test, guard } = eval;
-    if let Some(row) = store_uploaded_dataset(state, owner, eval).await? {
+    if let Some(row) = store_uploaded_dataset(state, owner, document, eval).await? {
         store_in(&mut plan.dataset, &row);
         document["eval"]["dataset"] = submittable_dataset(&plan.dataset);
     }
-    if let (Some(row), Some(dataset)) = (store_uploaded_dataset(state, owner, test).await?, &mut plan.test_dataset) {
+    if let (Some(row), Some(dataset)) =
+        (store_uploaded_dataset(state, owner, document, test).await?, &mut plan.test_dataset)
+    {
         store_in(dataset, &row);
         document["eval"]["test_dataset"] = submittable_dataset(dataset);
     }
-    if let (Some(row), Some(guard)) = (store_uploaded_dataset(state, owner, guard).await?, &mut plan.guard) {
+    if let (Some(row), Some(guard)) = (store_uploaded_dataset(state, owner, document, guard).await?, &mut plan.guard) {
         store_in(&mut guard.dataset, &row);
         document["eval"]["guard"]["dataset"] = submittable_dataset(&guard.dataset);
     }
@@ -288,27 +293,32 @@ fn store_in(plan: &mut DatasetPlan, row: &DatasetRow) {
     };
 }
 
-/// Creates a dataset from rows that were sent with the job; None if they are a dataset already.
+/// Creates a dataset from rows that were sent with the job; None if they are a dataset already. The dataset gets the name that
+/// the document gives it.
 async fn store_uploaded_dataset(
     state: &AppState,
     owner: &str,
+    document: &Value,
     prompts: Option<Prompts>,
 ) -> Result<Option<DatasetRow>, Problem> {
-    let rows = match prompts.map(|prompts| prompts.source) {
-        None | Some(Source::Stored(_)) => return Ok(None),
-        Some(Source::Uploaded(summary, staged, origin)) => (summary, staged, origin),
-        Some(Source::Records(records)) => {
+    let Some(Prompts { at, source, facts: _ }) = prompts else { return Ok(None) };
+    let name = document.pointer(&at).and_then(|dataset| dataset.get("name")?.as_str()).map(str::to_owned);
+    let rows = match source {
+        Source::Stored(_) => return Ok(None),
+        Source::Uploaded(summary, staged, origin) => (summary, staged, origin),
+        Source::Records(records) => {
             let lines = records.into_iter().map(|record| Ok::<_, Problem>(Bytes::from(format!("{record}\n"))));
-            let (summary, staged) = read_rows(state, Format::Ndjson, stream::iter(lines), |problem| problem).await?;
+            let (summary, staged) =
+                read_rows(state, Format::Ndjson, None, stream::iter(lines), |problem| problem).await?;
             (summary, staged, None)
         }
-        Some(several @ Source::Several(_)) => {
+        several @ Source::Several(_) => {
             let origin = several.origin();
-            let (summary, staged) = written(state, Format::Ndjson, move |out| several.write(out)).await?;
+            let (summary, staged) = written(state, Format::Ndjson, None, move |out| several.write(out)).await?;
             (summary, staged, origin)
         }
     };
-    Ok(Some(store_rows(state, owner, None, rows).await?.0))
+    Ok(Some(store_rows(state, owner, name, rows).await?.0))
 }
 
 /// Options of a validation.

@@ -27,6 +27,8 @@ pub fn routes() -> OpenApiRouter<AppState> {
 struct Summary {
     /// The job's id, `job_…`.
     id: JobId,
+    /// The newest comparison of a checkpoint with the base model; null without one.
+    verdict: Option<VerdictSummary>,
     /// Current state of the job.
     state: JobState,
     /// Number of optimizer steps completed.
@@ -55,8 +57,6 @@ struct Summary {
     alerts: Vec<AlertView>,
     /// Exploration, exploitation or convergence; null before the first rollouts.
     training_phase: Option<PhaseChange>,
-    /// The newest comparison of a checkpoint with the base model; null without one.
-    verdict: Option<VerdictSummary>,
 }
 
 /// Development of a metric over the job.
@@ -101,7 +101,7 @@ struct Checkpoints {
 #[serde(deny_unknown_fields)]
 struct NoQuery {}
 
-/// Get a job's key figures: rewards, change in evaluation, totals, durations, checkpoints.
+/// Get a job's key figures: verdict, rewards, change in evaluation, totals, durations, checkpoints.
 #[utoipa::path(get, path = "/jobs/{id}/summary", tag = "Jobs", params(("id" = JobId, Path, description = "The job")), responses(
     (status = 200, description = "The summary", body = Summary), (status = 400, description = "This route accepts no query parameters", body = ProblemBody),
     (status = 404, description = "There is no such job", body = ProblemBody)))]
@@ -121,6 +121,7 @@ async fn get_summary(
     let latest = |key: &str| steps.iter().rev().find_map(|step| step.metrics.get(key).copied().flatten());
     Ok(Json(Summary {
         id,
+        verdict: verdicts::summary_of(&state, id).await?,
         state: row.state,
         step: row.step,
         total_steps: row.total_steps,
@@ -141,7 +142,6 @@ async fn get_summary(
         },
         alerts: state.store.alert_list(id, false).await?.into_iter().map(AlertView::from).collect(),
         training_phase: state.store.training_phase(id).await?,
-        verdict: verdicts::summary_of(&state, id).await?,
     }))
 }
 

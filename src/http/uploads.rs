@@ -165,7 +165,7 @@ async fn read_upload<E>(
     let Upload { name, format, recipe, start, purpose } = upload;
     let is_streamed = purpose == Purpose::Store && recipe.is_plain() && !is_packed(&start);
     if let Some(format) = format.filter(|_| is_streamed) {
-        let (summary, staged) = read_rows(state, format, pieces, failed).await?;
+        let (summary, staged) = read_rows(state, format, name.as_deref(), pieces, failed).await?;
         return Ok(SentRows::Ready(summary, staged));
     }
     let staged = store_raw(state, pieces, failed, enough(purpose, &start)).await?;
@@ -311,7 +311,7 @@ async fn read_form(
         Err(problem) if is_plain => return Err(problem),
         Ok(format) if is_plain => {
             let copy = move |out: &mut dyn Write| std::io::copy(&mut File::open(staged.path())?, out).map(drop);
-            let (summary, staged) = written(state, format, copy).await?;
+            let (summary, staged) = written(state, format, file.as_deref(), copy).await?;
             SentRows::Ready(summary, staged)
         }
         format => SentRows::Files(Box::new(uploaded(file.as_deref(), format.ok(), staged)), recipe),

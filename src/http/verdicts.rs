@@ -20,6 +20,7 @@ use super::generate;
 use super::idempotency::{Answer, identity, once};
 use super::jobs::invalid;
 use super::list::{self, List, Time};
+use super::python_rewards;
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::spec::{CheckpointChoice, VerdictDocument, VerdictSpec};
 use crate::store::{NewTask, TaskKind, TaskRow, clock_ms};
@@ -146,8 +147,8 @@ pub(super) async fn summary_of(state: &AppState, job: JobId) -> Result<Option<Ve
 /// Compare a checkpoint with its base model.
 ///
 /// Both models answer the same rows: those that only the verdict reads (`eval.test_fraction` or `eval.test_dataset`), otherwise the
-/// evaluation's, which also chose the checkpoint. Default: the best checkpoint (otherwise the newest), sampled as in the
-/// evaluation. The response comes immediately; `GET /verdicts/{id}` reports progress and the result. If an unfinished verdict on
+/// evaluation's, which also chose the checkpoint. Default: the best checkpoint (otherwise the newest; the job's result if an alert,
+/// divergence or early stopping ended it), sampled as in the evaluation. The response comes immediately; `GET /verdicts/{id}` reports progress and the result. If an unfinished verdict on
 /// the same checkpoint with the same sampling exists, it is returned instead of a second one (200).
 #[utoipa::path(post, path = "/jobs/{id}/verdict", tag = "Verdicts",
     params(("id" = JobId, Path), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours")),
@@ -165,21 +166,23 @@ async fn create_verdict(
     Path(id): Path<JobId>,
     HashedJson(body, sha256): HashedJson<Value>,
 ) -> Result<Response, Problem> {
-    let work = begin(state.clone(), id, body);
+    let work = begin(state.clone(), caller.clone(), id, body);
     let identity = identity(format_args!("{id} {sha256}"));
     once(&state, &caller, &headers, "POST /jobs/{id}/verdict", &identity, work).await
 }
 
-async fn begin(state: AppState, id: JobId, body: Value) -> Result<Answer, Problem> {
+async fn begin(state: AppState, caller: Caller, id: JobId, body: Value) -> Result<Answer, Problem> {
     let job = state.store.job_get(id).await?;
     let plan = job.plan()?;
+    python_rewards::check_plan(&state, &caller, id, &plan).await?;
     if plan.eval.is_none() {
         let detail = "the job has no evaluation, so there are no rows to compare on: submit it with eval {fraction} or eval {dataset}";
         return Err(Problem::new(Code::NoEvaluation, detail));
     }
     let VerdictSpec { checkpoint, sampling } =
         VerdictSpec::read(&body, &plan, usual_sampling(&plan)).map_err(|errors| invalid(Code::InvalidBody, errors))?;
-    let checkpoint = generate::find(&state, &job, checkpoint.unwrap_or(CheckpointChoice::Best)).await?;
+    let usual = if job.ending.is_some() { CheckpointChoice::Result } else { CheckpointChoice::Best };
+    let checkpoint = generate::find(&state, &job, checkpoint.unwrap_or(usual)).await?;
     let request = json!(sampling);
     let known = state.store.task_list(TaskKind::Verdict, id, Some(checkpoint.id)).await?;
     if let Some(same) = known.into_iter().find(|task| !task.state.is_final() && task.request == request) {

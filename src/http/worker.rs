@@ -232,11 +232,8 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         step: None,
         suggestion: Some(suggestion.to_owned()),
     };
-    let usable = match (model, python_rewards::withdrawn(&state.config.python_rewards, &plan)) {
-        (_, Some(why)) => {
-            let suggestion = "ask the operator to start the server with --python-rewards and the folder of the reward's file, then retry the job";
-            Err(failed("python_rewards_off", why, suggestion))
-        }
+    let usable = match (model, python_rewards::withdrawn(state, job, &plan).await?) {
+        (_, Some(withdrawn)) => Err(failed("python_rewards_off", withdrawn.detail, withdrawn.suggestion)),
         (None, None) => {
             let message = format!("the model '{}' was deleted while the job was queued", plan.model.id);
             Err(failed("model_missing", message, "register the model again and retry the job"))
@@ -306,17 +303,15 @@ async fn send_dataset(
 ) -> Result<Response, Problem> {
     state.store.claim_check(job, attempt).await?;
     let plan = state.store.job_get(job).await?.plan()?;
-    let sha256 = match plan.eval {
-        _ if plan.dataset.id == dataset => plan.dataset.sha256,
-        Some(eval) if eval.dataset.id == dataset => eval.dataset.sha256,
-        Some(_) | None => match plan.warm_up {
-            Some(warm_up) if warm_up.dataset.id == dataset => warm_up.dataset.sha256,
-            Some(_) | None => return Err(Problem::not_found("dataset of this job", dataset)),
-        },
-    };
+    // The worker reads the prompts of the verdict too, because the warm-up leaves them out.
+    let of_eval = plan.eval.iter().flat_map(|eval| eval.datasets());
+    let of_warm_up = plan.warm_up.iter().map(|warm_up| &warm_up.dataset);
+    let mut datasets = std::iter::once(&plan.dataset).chain(of_eval).chain(of_warm_up);
+    let found = datasets.find(|plan| plan.id == dataset);
+    let found = found.ok_or_else(|| Problem::not_found("dataset of this job", dataset))?;
     // If the stored hash cannot be parsed, the ETag is a hash of its text. The worker checks the bytes against the expected
     // hash anyway.
-    let sha256 = sha256.parse().unwrap_or_else(|_| Sha256Digest::of(&sha256));
+    let sha256 = found.sha256.parse().unwrap_or_else(|_| Sha256Digest::of(&found.sha256));
     send(state.files.dataset(dataset), "dataset.ndjson".to_owned(), sha256, &headers).await
 }
 

@@ -27,7 +27,7 @@ async fn a_model_is_read_when_it_is_registered() {
     assert_eq!(first.header("location"), "/models/org%2Ftiny");
     let model = first.json();
     assert_eq!((&model["id"], &model["state"], &model["source"]), (&json!("org/tiny"), &json!("ready"), &json!(MODEL)));
-    assert_eq!(model["card"]["architecture"], "qwen3");
+    assert_eq!((&model["card"]["architecture"], &model["card"]["precision"]), (&json!("qwen3"), &json!("f32")));
     assert!(model["card"]["num_parameters"].as_u64().unwrap() > 1000, "{model}");
     let again = register(&server, json!({"id": "org/tiny", "source": MODEL})).await;
     assert_eq!((again.status.as_u16(), again.json()), (200, model.clone()));

@@ -59,6 +59,34 @@ async fn bad_rows_come_back_as_items() {
 }
 
 #[tokio::test]
+async fn a_bad_row_of_a_table_is_named_by_its_number_and_file() {
+    let server = server().await;
+    let csv = "prompt,answer\na,1\n\"b\nc\"\n";
+    let problem = server.post("/datasets", "text/csv", csv).await.problem(422, "invalid_dataset");
+    assert_eq!(problem["errors"][0]["pointer"], "row 2", "{problem}");
+    assert!(problem["detail"].as_str().unwrap().starts_with("row 2: the row has 1 fields"), "{problem}");
+    let form = |name: &str, rows: &str| {
+        let head = format!("--X\r\ncontent-disposition: form-data; name=\"file\"; filename=\"{name}\"\r\n\r\n");
+        post("/datasets", "multipart/form-data; boundary=X", format!("{head}{rows}\r\n--X--\r\n"))
+    };
+    for (name, rows, says) in [
+        ("train.csv", csv, "row 2 (train.csv): the row has 1 fields"),
+        ("train.tsv", "prompt\tn\n\t1\n", "row 1 (train.tsv): the prompt is empty"),
+        ("train.json", "[{\"prompt\":\"a\"},\n{\"prompt\":3}]", "row 2 (train.json): the prompt is a number"),
+        ("train.jsonl", "{\"prompt\":\"a\"}\n\n{}\n", "line 3 (train.jsonl): there is no 'prompt' column"),
+        ("train.csv", "prompt,prompt\n", "line 1 (train.csv): columns 1 and 2 of the header"),
+        ("train.csv", "prompt\n", "train.csv: the dataset has no rows"),
+    ] {
+        let problem = server.send(form(name, rows)).await.problem(422, "invalid_dataset");
+        assert!(problem["detail"].as_str().unwrap().starts_with(says), "{problem}");
+    }
+    // A mapped file counts its rows in the same way.
+    let mapped = server.post("/datasets?prompt=question", "text/csv", "question\na\n\"b\"x\n").await;
+    let problem = mapped.problem(422, "invalid_dataset");
+    assert!(problem["detail"].as_str().unwrap().starts_with("row 2 (the upload): "), "{problem}");
+}
+
+#[tokio::test]
 async fn a_form_is_read_by_content_type_or_file_name() {
     let server = server().await;
     let form = |head: &str, rows: &str| {

@@ -8,7 +8,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rlood::demo::reward_service::ExampleService;
-use rlood_client::{Client, JobFilter};
+use rlood_client::{Client, JobFilter, VerdictRequest};
 use rlood_rewards::signature::Key;
 use rlood_rewards::{JobContext, Rewards};
 use rlood_types::event::Event;
@@ -17,6 +17,7 @@ use rlood_types::job::State;
 use rlood_types::outgoing::OutgoingPolicy;
 use rlood_types::rollout::{RewardValue, RolloutId};
 use rlood_types::spec::RewardSecrets;
+use rlood_types::task::TaskState;
 use serde_json::{Map, json};
 use sha2::{Digest, Sha256};
 
@@ -90,6 +91,16 @@ async fn it_serves_at_once_shows_what_it_did_and_leaves_on_ctrl_c() {
     client.livez().await.expect("it keeps serving");
     let jobs = client.list_jobs(&JobFilter::default()).collect().await.unwrap();
     assert_eq!(jobs.iter().map(|job| (job.state, job.step)).collect::<Vec<_>>(), [(State::Succeeded, 2)]);
+    // The command that answers the last question is named, and the rewards that it needs are still served.
+    assert!(said.contains(&format!("rlood verdict {} --server {base}", jobs[0].id)), "{said}");
+    let mut verdict = client.create_verdict(jobs[0].id, &VerdictRequest::default()).await.unwrap();
+    let begun = Instant::now();
+    while matches!(verdict.state, TaskState::Queued | TaskState::Running) {
+        assert!(begun.elapsed() < Duration::from_secs(120), "{verdict:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        verdict = client.get_verdict(verdict.id).await.unwrap();
+    }
+    assert_eq!(verdict.result.as_ref().map(|result| result.test.rows), Some(256), "{verdict:?}");
     let checkpoint = client.list_checkpoints(jobs[0].id).collect().await.unwrap().remove(0);
     let listed = checkpoint.files.iter().find(|file| file.name == "adapter_model.safetensors").unwrap();
     assert_eq!(listed.sha256.to_string(), sha256, "what was downloaded is what the server has");

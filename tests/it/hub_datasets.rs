@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::hub::{COMMIT, Faults, Running, start};
+use crate::hub::{COMMIT, Faults, OLD_DATASET, Running, start};
 use crate::processes::{Server, command, model_copy, register, spec};
 
 const README: &str = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n  - split: test\n    path: main/test-*\n- config_name: socratic\n  data_files: socratic/*.jsonl\n---\n";
@@ -89,13 +89,18 @@ async fn a_data_set_of_the_hub_is_pinned_mapped_and_the_same_for_the_same_reques
     let rows = server.get(&format!("/datasets/{}/rows?limit=1", made["id"].as_str().unwrap())).await;
     assert_eq!(rows["data"][0]["record"]["prompt"][0]["content"], "End with ####.");
     assert_eq!(rows["data"][0]["record"]["answer"], "0");
+    assert_eq!(origin.get("renamed_to"), None, "{origin}");
     let (status, again) = post(&server, "/datasets", &wanted).await;
     assert_eq!((status, &again["id"]), (200, &made["id"]));
+    let former = json!({"hub": OLD_DATASET, "config": "main", "map": map(), "limit": 3});
+    let (status, made) = post(&server, "/datasets", &former).await;
+    assert_eq!((status, &made["origin"]["renamed_to"]), (201, &json!("fake/rows")), "{made}");
 
     for (body, at, says) in [
         (json!({"hub": "fake/rows"}), "/config", "config 'main' or 'socratic' must be chosen"),
         (json!({"hub": "fake/rows", "config": "main", "split": "trian"}), "/split", "did you mean 'train'?"),
         (json!({"hub": "fake/other"}), "/hub", "or it is private"),
+        (json!({"hub": "fake/tiny"}), "/hub", "fake/tiny is a model, not a dataset"),
         (json!({"hub": "a b"}), "/hub", "org/name"),
         (json!({"hub": "fake/rows", "config": "main", "map": {"promt": "question"}}), "", "unknown field `promt`"),
         (json!({"hub": "fake/rows", "config": "main", "seed": 1}), "/seed", "give limit as well"),
@@ -124,9 +129,32 @@ async fn where_nothing_can_be_read_the_hub_s_converted_copy_is_taken() {
     let hub = start(files, Faults::default()).await;
     let dir = tempfile::tempdir().unwrap();
     let server = serve(&dir.path().join("data"), &hub, "none");
-    let (status, made) = post(&server, "/datasets", &json!({"hub": "fake/rows", "map": {"prompt": "question"}})).await;
+    let ask = |more: Value| {
+        let mut wanted = json!({"hub": "fake/rows", "map": {"prompt": "question"}});
+        wanted.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        wanted
+    };
+    let (status, made) = post(&server, "/datasets", &ask(json!({}))).await;
     assert_eq!((status, &made["num_rows"]), (201, &json!(40)), "{made}");
     assert_eq!(made["origin"]["files"][0]["path"], "converted/default/train/0000.parquet", "{made}");
+    // Configurations and splits are those of the copy.
+    for (more, path) in [
+        (json!({"config": "default"}), "converted/default/train/0000.parquet"),
+        (json!({"split": "test"}), "converted/default/test/0000.parquet"),
+        (json!({"config": "default", "split": "test", "revision": "main"}), "converted/default/test/0000.parquet"),
+    ] {
+        let (status, look) = post(&server, "/datasets/preview", &ask(more.clone())).await;
+        assert_eq!((status, &look["origin"]["files"][0]["path"]), (200, &json!(path)), "{more}: {look}");
+    }
+    for (more, at, says) in [
+        (json!({"config": "main"}), "/config", "there is no config 'main'; there are 'default'"),
+        (json!({"split": "tset"}), "/split", "did you mean 'test'?"),
+        (json!({"revision": COMMIT}), "/revision", "exists only of the default revision"),
+    ] {
+        let (status, answer) = post(&server, "/datasets", &ask(more.clone())).await;
+        assert_eq!((status, &answer["errors"][0]["pointer"]), (422, &json!(at)), "{more}: {answer}");
+        assert!(answer["detail"].as_str().unwrap().contains(says), "{more}: {answer}");
+    }
 }
 
 /// The same rows in a file of 20 MB: its footer, whose length precedes PAR1, moves to the end.
@@ -236,6 +264,17 @@ async fn a_look_shows_rows_as_the_model_reads_them_and_stores_nothing() {
     assert_eq!((status, &answer["errors"][0]["pointer"]), (400, &json!("?rows")), "{answer}");
     let (status, answer) = post(&server, "/datasets/preview?model=none", &wanted).await;
     assert_eq!((status, &answer["errors"][0]["pointer"]), (400, &json!("?model")), "{answer}");
+    // A large file is read in part, and the row at which it was cut is none.
+    let long: String =
+        (0..10_000).map(|row| format!("{{\"question\":\"q{row}\",\"x\":\"{}\"}}\n", "x".repeat(1000))).collect();
+    let (status, look) = upload(
+        &server,
+        "/datasets/preview?prompt=question&where=question+%3D%3D+'q7'",
+        "application/x-ndjson",
+        long.into_bytes(),
+    )
+    .await;
+    assert_eq!((status, look["rows"].as_array().unwrap().len(), &look["errors"]), (200, 1, &json!([])), "{look}");
     assert_eq!(server.get("/datasets").await["data"], json!([]));
 }
 
@@ -256,6 +295,25 @@ async fn a_job_names_a_data_set_of_the_hub() {
     let id = view["plan"]["dataset"]["id"].as_str().unwrap();
     let dataset = server.get(&format!("/datasets/{id}")).await;
     assert_eq!((&dataset["num_rows"], &dataset["origin"]["hub"]), (&json!(8), &json!("fake/rows")), "{dataset}");
+    // A name as in POST /datasets, and a map over rows that are here already.
+    let records = json!([{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]);
+    for (source, name) in [
+        (json!({"name": "named", "hub": "fake/rows", "config": "main", "map": map(), "limit": 9}), json!("named")),
+        (json!({"name": "mine", "records": records, "map": {"prompt": "question"}}), json!("mine")),
+        (json!({"id": id, "map": {"where": "answer != '0'"}, "limit": 7}), Value::Null),
+    ] {
+        let mut wanted = wanted.clone();
+        wanted["dataset"] = source.clone();
+        wanted["training"] = json!({"prompts_per_step": 1, "max_steps": 1});
+        let job = server.submit(&wanted).await;
+        let view = server.get(&format!("/jobs/{job}")).await;
+        let stored = view["plan"]["dataset"]["id"].as_str().unwrap();
+        assert_eq!(view["spec"]["dataset"], json!({"id": stored}), "{view}");
+        let dataset = server.get(&format!("/datasets/{stored}")).await;
+        assert_eq!(dataset["name"], name, "{source}: {dataset}");
+        let rows = source["limit"].as_u64().unwrap_or(2);
+        assert_eq!(dataset["num_rows"], rows, "{source}: {dataset}");
+    }
     wanted["dataset"]["map"]["prompt"] = json!("quesiton");
     let checked = server.post("/jobs/validate", &wanted).await;
     assert_eq!(checked["errors"][0]["pointer"], "/dataset", "{checked}");
@@ -271,12 +329,13 @@ async fn a_job_trains_on_several_sources_each_judged_by_its_own_rewards() {
     let dir = tempfile::tempdir().unwrap();
     let server = serve(&dir.path().join("data"), &hub, "cpu");
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
-    let stored = server.post("/datasets", &json!({"records": [{"prompt": "One?"}, {"prompt": "Two?"}]})).await;
+    let stored = json!({"records": [{"prompt": "Zero?"}, {"prompt": "One?"}, {"prompt": "Two?"}]});
+    let stored = server.post("/datasets", &stored).await;
     let mut wanted = spec("tiny", 16);
     wanted["dataset"] = json!([
         {"hub": "fake/rows", "config": "main", "map": map(), "limit": 8, "name": "maths", "weight": 3},
-        {"records": [{"prompt": "Say one word."}, {"prompt": "Say two words."}]},
-        {"id": stored["id"], "name": "stored", "weight": 1},
+        {"records": [{"q": "Say one word."}, {"q": "Say two words."}], "map": {"prompt": "q", "chat": true}},
+        {"id": stored["id"], "name": "stored", "weight": 1, "map": {"where": "prompt != 'Zero?'"}},
     ]);
     wanted["rewards"] = json!([
         {"type": "number_match", "column": "answer", "applies_to": "maths"},
@@ -296,6 +355,7 @@ async fn a_job_trains_on_several_sources_each_judged_by_its_own_rewards() {
     let joined = server.get(&format!("/datasets/{}", dataset["id"].as_str().unwrap())).await;
     assert_eq!((&joined["num_rows"], &joined["origin"]["sources"][0]["hub"]), (&json!(12), &json!("fake/rows")));
     assert_eq!(joined["origin"]["sources"][2]["dataset"], stored["id"], "{joined}");
+    assert_eq!(joined["origin"]["sources"][1]["recipe"]["map"]["prompt"], "q", "{joined}");
 
     // An epoch is 8 prompts of the largest source, and 16/3 and 8/3 of the others; 32 prompts are two epochs.
     let samples = server.get(&format!("/jobs/{job}/samples?limit=100")).await;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::hub::{COMMIT, Faults, Running, start};
+use crate::hub::{COMMIT, Faults, OLD_MODEL, Running, start};
 use crate::kill::adapter;
 use crate::processes::{Server, command, model_copy, register, spec};
 
@@ -222,6 +222,7 @@ async fn each_way_to_ask_wrongly_is_told_with_the_field_and_what_to_do() {
         (json!({"hub": "fake//tiny"}), 422, "/hub", "org/name"),
         (json!({"hub": "fake/tiny", "revision": "nope"}), 422, "/hub", "no revision"),
         (json!({"hub": "fake/other"}), 422, "/hub", "or it is private"),
+        (json!({"hub": "fake/rows"}), 422, "/hub", "fake/rows is a dataset, not a model"),
         (json!({"id": "../x", "hub": "fake/tiny"}), 422, "/id", "not a valid model id"),
     ] {
         let (found, answer) = post(&server, "/models", &[], &body).await;
@@ -232,6 +233,23 @@ async fn each_way_to_ask_wrongly_is_told_with_the_field_and_what_to_do() {
     let answer = server.post("/jobs/validate", &spec("fake/other", 2)).await;
     assert_eq!(answer["errors"][0]["pointer"], "/model", "{answer}");
     assert!(answer["errors"][0]["detail"].as_str().unwrap().contains("fake/other"), "{answer}");
+
+    // A renamed repository keeps the id that was requested; the new name is told, also after the download.
+    let checked = server.post("/jobs/validate", &spec(OLD_MODEL, 2)).await;
+    assert_eq!((&checked["valid"], &checked["errors"]), (&json!(true), &json!([])), "{checked}");
+    let told = checked["warnings"].as_array().unwrap().iter().find(|warning| warning["code"] == "repository_renamed");
+    assert!(told.is_some_and(|told| told["detail"].as_str().unwrap().contains("'fake/tiny'")), "{checked}");
+    let (status, model) = post(&server, "/models", &[], &json!({"hub": OLD_MODEL})).await;
+    assert_eq!((status, &model["hub"], &model["renamed_to"]), (202, &json!(OLD_MODEL), &json!("fake/tiny")), "{model}");
+    let mut ready = model;
+    for _ in 0..600 {
+        ready = server.get("/models/former%2Ftiny").await;
+        if ready["state"] == "ready" {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!((&ready["state"], &ready["renamed_to"]), (&json!("ready"), &json!("fake/tiny")), "{ready}");
 
     // A revision is a part of the id.
     let (status, model) = post(&server, "/models", &[], &json!({"hub": format!("fake/tiny@{COMMIT}")})).await;

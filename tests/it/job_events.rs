@@ -5,10 +5,11 @@ use std::time::Duration;
 use axum::body::Body;
 use axum::http::{Request, header};
 use rlood::event::Event;
+use rlood::id::{CheckpointId, VerdictId};
 use rlood::job::State;
 use rlood::protocol::Outcome;
-use rlood::store::clock_ms;
 use rlood::store::retention::Leftover;
+use rlood::store::{NewTask, TaskEnd, TaskKind, clock_ms};
 use rlood_client::{JobUpdate, JobUpdates};
 use serde_json::{Value, json};
 
@@ -108,4 +109,52 @@ async fn a_cut_stream_goes_on_without_gap_or_duplicate_and_ends_with_end() {
     let page = server.get(&format!("{path}?after=5")).await.body;
     assert_eq!(page, json!({"data": [], "next": null, "removed": {"to_seq": latest}}));
     assert_eq!(server.get(&format!("{path}?after={latest}")).await.body, json!({"data": [], "next": null}));
+}
+
+#[tokio::test]
+async fn the_stream_of_a_job_with_a_verdict_ends_when_that_is_complete() {
+    let server = Server::start().await;
+    let id = server.create(job()).await;
+    let (_, attempt) = server.claim().await;
+    let store = &server.state.store;
+    store.job_finish(id, attempt, Outcome::Succeeded, clock_ms()).await.unwrap();
+    let task =
+        |kind, id: String, job| NewTask { id, kind, job, checkpoint: CheckpointId::new(), step: 1, request: json!({}) };
+    let verdict = || task(TaskKind::Verdict, VerdictId::new().to_string(), id);
+    store.task_create(verdict(), clock_ms()).await.unwrap();
+    let client = server.client().await;
+    let kind = |update: Option<JobUpdate>| match update {
+        Some(JobUpdate::Event(event)) => event.kind,
+        other => panic!("{other:?}"),
+    };
+    let quiet = async |updates: &mut JobUpdates| {
+        let waited = tokio::time::timeout(Duration::from_millis(300), updates.next()).await;
+        assert!(waited.is_err(), "the verdict is not complete: {waited:?}");
+    };
+    let mut updates = client.follow_job(id, 0);
+    let mut kinds = Vec::new();
+    while kinds.last().is_none_or(|kind| kind != "verdict.queued") {
+        kinds.push(kind(next(&mut updates).await));
+    }
+    assert!(kinds.contains(&"job.succeeded".to_owned()), "{kinds:?}");
+    quiet(&mut updates).await;
+    let running = store.task_claim(TaskKind::Verdict, clock_ms()).await.unwrap().unwrap();
+    quiet(&mut updates).await;
+    let error = json!({"code": "killed", "message": "the process was killed"});
+    store.task_finish(&running, TaskEnd::Failed(error), clock_ms()).await.unwrap();
+    assert_eq!(kind(next(&mut updates).await), "verdict.failed");
+    let over = Some(JobUpdate::End { state: State::Succeeded });
+    assert_eq!(next(&mut updates).await, over);
+
+    // The newest verdict counts, and no export.
+    let second = store.task_create(verdict(), clock_ms() + 1).await.unwrap();
+    let export = task(TaskKind::Export, "exp_01jd0000000000000000000000".to_owned(), id);
+    store.task_create(export, clock_ms() + 2).await.unwrap();
+    let mut updates = client.follow_job(id, updates.last_seq());
+    assert_eq!(kind(next(&mut updates).await), "verdict.queued");
+    assert_eq!(kind(next(&mut updates).await), "export.queued");
+    quiet(&mut updates).await;
+    store.task_cancel(TaskKind::Verdict, &second.id, clock_ms()).await.unwrap();
+    assert_eq!(kind(next(&mut updates).await), "verdict.cancelled");
+    assert_eq!(next(&mut updates).await, over);
 }

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use rlood::id::WorkerId;
+use rlood::protocol::PROTOCOL;
 use rlood::scopes::Scope;
 use serde_json::{Value, json};
 
@@ -291,11 +293,59 @@ async fn only_whom_the_operator_names_may_run_functions() {
     let tested = post("/rewards/test", &mallory, test).await;
     assert!(tested.status == 422 && tested.text.contains("--python-rewards-keys"), "{}", tested.text);
 
-    // Restarting a job requires the same permission as submitting it.
+    // A job that was submitted before the first key existed does not run any more.
+    assert_eq!(claim_next(&open).await, None);
+    let failed = call(&open, "GET", &format!("/jobs/{accepted}"), &alice, None).await.body;
+    assert_eq!((&failed["state"], &failed["failure"]["code"]), (&json!("failed"), &json!("python_rewards_off")));
+    let message = failed["failure"]["message"].as_str().unwrap();
+    assert!(message.contains("'tokens' of rewards.py") && message.contains("without a key"), "{message}");
+    let retried = post(&format!("/jobs/{accepted}/retry"), &alice, json!({})).await;
+    assert!(retried.status == 403 && retried.text.contains("without a key"), "{}", retried.text);
+
+    // Running a job again requires the same permission as submitting it.
     let bob = key(&open, "bob", &[Scope::Admin]).await.text;
-    let nothing = json!({});
-    assert!(post(&format!("/jobs/{accepted}/cancel"), &bob, nothing.clone()).await.status.is_success());
-    let retried = post(&format!("/jobs/{accepted}/retry"), &bob, nothing.clone()).await;
-    assert!(retried.status == 403 && retried.text.contains("--python-rewards-keys"), "{}", retried.text);
-    assert_eq!(post(&format!("/jobs/{accepted}/retry"), &alice, nothing).await.status, 201);
+    let evaluated = with(with_python(), "eval", json!({"dataset": {"records": [{"prompt": "p"}]}}));
+    let submitted = post("/jobs", &alice, evaluated).await;
+    assert_eq!(submitted.status, 201, "{}", submitted.text);
+    let job = format!("/jobs/{}", submitted.body["id"].as_str().unwrap());
+    let change = async |change: &str, who: &str| post(&format!("{job}/{change}"), who, json!({})).await;
+    let refused = async |action: &str| {
+        let answer = change(action, &bob).await;
+        assert!(answer.status == 403 && answer.text.contains("--python-rewards-keys"), "{action}: {}", answer.text);
+    };
+    assert!(change("pause", &bob).await.status.is_success());
+    refused("resume").await;
+    assert_eq!(change("resume", &alice).await.body["state"], "queued");
+    refused("verdict").await;
+    assert_eq!(change("verdict", &alice).await.status, 404, "there is no checkpoint yet");
+    assert!(change("cancel", &bob).await.status.is_success());
+    refused("retry").await;
+    let retried = change("retry", &alice).await;
+    assert_eq!(retried.status, 201, "{}", retried.text);
+    assert_eq!(claim_next(&open).await, Some(retried.body["id"].clone()));
+}
+
+/// Registers a worker that asks for a job, and returns the id of the one that it gets.
+async fn claim_next(server: &server::Server) -> Option<Value> {
+    let (worker, token) = (WorkerId::new(), server.state.config.worker_token.clone());
+    let register = json!({"worker": worker, "device": "cpu", "pid": 1, "threads": 1, "version": "0", "child": false,
+                          "protocol": PROTOCOL});
+    assert_eq!(call(server, "POST", "/worker/register", &token, Some(&register)).await.status, 200);
+    let ask = json!({"worker": worker, "wait_ms": 0, "protocol": PROTOCOL});
+    let answer = call(server, "POST", "/worker/claim", &token, Some(&ask)).await;
+    (answer.status == 200).then(|| answer.body["job"].clone())
+}
+
+#[tokio::test]
+async fn the_operator_s_name_permits_the_jobs_from_before_the_first_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(folder) = folder(dir.path()) else { return };
+    let server = server::Server::start_with(|config| {
+        config.python_rewards.folders = vec![Path::new(&folder).canonicalize().unwrap()];
+        config.python_rewards.keys = vec!["operator".to_owned()];
+    })
+    .await;
+    let job = server.create(with(job(), "rewards", json!([python("tokens")]))).await;
+    key(&server, "alice", &[Scope::Admin]).await;
+    assert_eq!(claim_next(&server).await, Some(json!(job)));
 }

@@ -79,6 +79,10 @@ async fn a_kind_that_has_reached_its_limit_takes_no_more_and_says_what_to_do() {
     let rows: String = (0..200).map(|row| format!("{{\"prompt\": \"What is {row}?\"}}\n")).collect();
     let upload = Request::post("/datasets").header("content-type", "application/x-ndjson").body(Body::from(rows));
     refused(&server.send(upload.unwrap()).await, "datasets");
+    // The same for rows that are mapped.
+    let pairs: String = (0..200).map(|row| format!("{{\"q\": \"What is {row}?\"}}\n")).collect();
+    let mapped = Request::post("/datasets?prompt=q").header("content-type", "application/x-ndjson");
+    refused(&server.send(mapped.body(Body::from(pairs)).unwrap()).await, "datasets");
     let mut inline = job();
     inline["dataset"] = json!({ "records": records(200) });
     refused(&server.post("/jobs", inline).await, "datasets");

@@ -4,10 +4,16 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rlood::digest::Sha256Digest;
+use rlood::event::{Event, Metrics};
+use rlood::job::{Failure, FailureClass};
+use rlood::protocol::{FileEntry, Outcome};
+use rlood::store::{PublishCheckpoint, clock_ms};
 use rlood_client::VerdictRequest;
 use serde_json::{Value, json};
 
 use crate::processes::{Server, model_copy, register, signal, spec};
+use crate::server;
 
 const PATIENCE: Duration = Duration::from_secs(180);
 
@@ -123,6 +129,8 @@ async fn a_job_is_judged_by_itself_on_rows_that_nothing_else_reads() {
     // The verdict is in the summary and in the events of the job.
     let summary = server.get(&format!("/jobs/{job}/summary")).await;
     assert_eq!((&summary["verdict"]["id"], &summary["verdict"]["verdict"]), (&verdict["id"], &result["verdict"]));
+    let first: Vec<&String> = summary.as_object().unwrap().keys().take(2).collect();
+    assert_eq!(first, ["id", "verdict"]);
     let events = server.get(&format!("/jobs/{job}/events?limit=100")).await;
     let kinds: Vec<&str> =
         events["data"].as_array().unwrap().iter().map(|event| event["type"].as_str().unwrap()).collect();
@@ -147,12 +155,7 @@ async fn a_verdict_that_is_asked_for_samples_as_asked_and_says_that_the_evaluati
         (&result["rows"], &result["rows_from"], &result["optimistic"]),
         (&json!(30), &json!("eval"), &json!(true))
     );
-    assert!(
-        result["note"]
-            .as_str()
-            .unwrap()
-            .contains("the checkpoint was chosen with these rows too, so the result is optimistic")
-    );
+    assert!(result["note"].as_str().unwrap().contains("these rows also chose this checkpoint: optimistic"));
     assert_eq!((&result["method"], &result["sampling"]["num_generations"]), (&json!("exact"), &json!(4)));
     let pass_at = result["trained"]["pass_at"].as_array().unwrap_or_else(|| panic!("{verdict}"));
     assert_eq!(pass_at.iter().map(|one| one["k"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 4]);
@@ -232,4 +235,37 @@ async fn what_cannot_be_judged_is_refused_or_fails_with_the_reason() {
         (&json!("failed"), &json!("dataset_missing")),
         "{verdict}"
     );
+}
+
+#[tokio::test]
+async fn without_a_checkpoint_the_result_of_a_job_that_diverged_is_judged() {
+    let server = server::Server::start().await;
+    let eval = json!({"dataset": {"records": [{"prompt": "p", "answer": 1}]}});
+    let job = server::with(server::with(server::job(), "eval", eval), "checkpoints", json!({"keep_last": 9}));
+    let id = server.create(job).await;
+    let (_, attempt) = server.claim().await;
+    let store = &server.state.store;
+    let files = [FileEntry { name: "manifest.json".to_owned(), size_bytes: 2, sha256: Sha256Digest::of("{}") }];
+    for (step, reward) in [(1, 0.2), (2, 0.1), (3, 0.9)] {
+        let metrics = &Metrics::from([("eval_reward".to_owned(), Some(reward))]);
+        let checkpoint = PublishCheckpoint { job: id, attempt, step, files: &files, metrics, temporary: false };
+        store.checkpoint_publish(checkpoint, clock_ms()).await.unwrap();
+    }
+    // The weights of step 3 gave the first loss that is not finite.
+    server.report(id, attempt, 0, vec![Event::Diverged { first_step: 4, step: 6 }]).await;
+    let failure = Failure {
+        class: FailureClass::User,
+        code: "diverged".to_owned(),
+        message: "three updates were skipped".to_owned(),
+        phase: None,
+        step: Some(6),
+        suggestion: None,
+    };
+    store.job_finish(id, attempt, Outcome::Failed { failure }, clock_ms()).await.unwrap();
+    let path = format!("/jobs/{id}/verdict");
+    for (request, step) in [(json!({}), 2), (json!({"checkpoint": "best"}), 3), (json!({"checkpoint": "last"}), 3)] {
+        let answer = server.post(&path, request.clone()).await;
+        assert!(answer.status.is_success(), "{}", answer.text);
+        assert_eq!(answer.body["step"], step, "{request}");
+    }
 }

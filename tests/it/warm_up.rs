@@ -132,13 +132,22 @@ async fn a_killed_warm_up_ends_with_the_bytes_of_a_calm_one_and_a_fork_does_not_
     let mut document = document("chat", answers());
     // Long enough to be interrupted.
     document["warm_up"]["steps"] = json!(60);
-    document["eval"] = json!({"dataset": {"records": prompts(2)}, "every_steps": 4});
+    // The verdict's own rows and the guard set contain the prompts of two of the four rows.
+    let guard = json!({"dataset": {"records": [{"prompt": "one two"}]}});
+    let test = json!({"records": [{"prompt": [{"role": "user", "content": "What is up?"}]}]});
+    document["eval"] =
+        json!({"dataset": {"records": prompts(2)}, "every_steps": 4, "test_dataset": test, "guard": guard});
     let server = processes::Server::start(dir.path(), "cpu");
     processes::register(&server, "chat", &model).await;
     let calm = server.submit(&document).await;
     let view = server.job_in_state(&calm, "succeeded").await;
     assert_eq!((&view["step"], &view["total_steps"]), (&json!(64), &json!(64)));
     let expected = server.adapter(&calm, None).await;
+    let events = server.get(&format!("/jobs/{calm}/events?limit=100")).await;
+    let mut warnings = events["data"].as_array().unwrap().iter().filter(|event| event["type"] == "warning");
+    let left_out = warnings.find(|event| event["data"]["code"] == "warm_up_rows_left_out");
+    let left_out = left_out.unwrap_or_else(|| panic!("{events}"));
+    assert_eq!(left_out["data"]["data"], json!({"left_out": 2, "rows": 4}), "{left_out}");
 
     let metrics = server.get(&format!("/jobs/{calm}/metrics?keys=warm_up/loss,reward,eval_reward")).await;
     let rows = metrics["data"].as_array().unwrap();

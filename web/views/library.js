@@ -26,13 +26,18 @@ export default function Library() {
     <${ProblemBox} error=${error} retry=${reload} />
     <h2>Models</h2>
     ${!data.models.length && html`<p class="empty">No models yet. Add a Hugging Face model or a directory on the server.</p>`}
-    ${data.models.length > 0 && html`<${Table} label="Models" head=${["Model", "State", "Family", "#Parameters", "#Size", "Source", "Used by", "!Remove"]}>${data.models.map((model) => html`<${ModelRow} key=${model.id} model=${model} jobs=${jobsThat(({ plan }) => plan.model.id === model.id)} reload=${reload} />`)}<//>`}
+    ${data.models.length > 0 && html`<${Table} label="Models" head=${["Model", "State", "Family", "#Parameters", "Precision", "#Size", "Source", "Used by", "!Remove"]}>${data.models.map((model) => html`<${ModelRow} key=${model.id} model=${model} jobs=${jobsThat(({ plan }) => modelsOf(plan).includes(model.id))} reload=${reload} />`)}<//>`}
     ${hasScope("submit") && html`<details class="panel" open=${!data.models.length}><summary>Add a model</summary><${Register} onDone=${reload} /></details>`}
     <h2>Datasets</h2>
     ${!data.datasets.length && html`<p class="empty">No datasets yet. Drop a file below, or add a Hugging Face dataset.</p>`}
-    ${data.datasets.length > 0 && html`<${Table} label="Datasets" head=${["Dataset", "#Rows", "#Size", "Columns", "Source", "Used by", "Added", "!Remove"]}>${data.datasets.map((dataset) => html`<${DatasetRow} key=${dataset.id} dataset=${dataset} jobs=${jobsThat(({ plan }) => plan.dataset.id === dataset.id)} reload=${reload} />`)}<//>`}
+    ${data.datasets.length > 0 && html`<${Table} label="Datasets" head=${["Dataset", "#Rows", "#Size", "Columns", "Source", "Used by", "Added", "!Remove"]}>${data.datasets.map((dataset) => html`<${DatasetRow} key=${dataset.id} dataset=${dataset} jobs=${jobsThat(({ plan }) => datasetsOf(plan).includes(dataset.id))} reload=${reload} />`)}<//>`}
     ${hasScope("submit") && html`<${NewDataset} models=${data.models} reload=${reload} />`}`;
 }
+
+// The model that a job trains, and the reward models that score for it.
+const modelsOf = ({ model, reward_models }) => [model.id, ...Object.keys(reward_models ?? {})];
+// The datasets that a job reads: prompts, evaluation, test, guard and warm-up.
+const datasetsOf = ({ dataset, eval: evaluation, warm_up }) => [dataset, evaluation?.dataset, evaluation?.test_dataset, evaluation?.guard?.dataset, warm_up?.dataset].map((used) => used?.id);
 
 const UsedBy = ({ jobs }) => (jobs.length ? html`${jobs.slice(0, 3).map(({ id, name }, at) => html`${at > 0 && ", "}<a key=${id} href=${hrefOf(`/jobs/${id}`)}>${name ?? id}</a>`)}${jobs.length > 3 && ` and ${jobs.length - 3} more`}` : html`<span class="dim">no jobs</span>`);
 
@@ -43,12 +48,12 @@ function Remove({ name, path, reload }) {
 }
 
 function ModelRow({ model, jobs, reload }) {
-  const { id, card, state, hub, commit, revision } = model;
+  const { id, card, state, hub, commit, renamed_to, revision } = model;
   return html`<tr>
     <th scope="row">${id}<div class="dim small">${card?.task === "sequence_classification" ? "reward model" : "language model"}${card?.has_chat_template ? ", chat template" : ""}</div></th>
     <td><${ModelState} model=${model} state=${state} /></td>
-    <td>${card?.architecture ?? "–"}</td><td class="num">${card ? count(card.num_parameters) : "–"}</td><td class="num">${card ? bytes(card.size_bytes) : "–"}</td>
-    <td>${hub ? html`${hub}<div class="dim small">${revision} at <code title=${commit}>${commit.slice(0, 8)}</code></div>` : html`<span class="dim small">${model.source}</span>`}</td>
+    <td>${card?.architecture ?? "–"}</td><td class="num">${card ? count(card.num_parameters) : "–"}</td><td>${card?.precision ?? "–"}</td><td class="num">${card ? bytes(card.size_bytes) : "–"}</td>
+    <td>${hub ? html`${hub}<div class="dim small">${revision} at <code title=${commit}>${commit.slice(0, 8)}</code></div>${renamed_to && html`<div class="small">renamed to ${renamed_to}</div>`}` : html`<span class="dim small">${model.source}</span>`}</td>
     <td><${UsedBy} jobs=${jobs} /></td>
     <td><${Remove} name=${id} path=${`/models/${encodeURIComponent(id)}`} reload=${reload} /></td>
   </tr>`;

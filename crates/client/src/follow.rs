@@ -49,7 +49,7 @@ pub enum JobUpdate {
         /// Sequence number (`seq`) of the last deleted event.
         to_seq: i64,
     },
-    /// The job has ended; nothing comes after this.
+    /// The job has ended, and so has its verdict if it has one; nothing comes after this.
     End {
         /// Final state of the job.
         state: State,
@@ -67,7 +67,7 @@ pub enum JobChange {
     Gone(JobId),
 }
 
-/// A job's events: each once, in order, until the job ends. Reconnects if the connection breaks.
+/// A job's events: each once, in order, until the job and its verdict have ended. Reconnects if the connection breaks.
 #[derive(Debug)]
 pub struct JobUpdates {
     source: Source,
@@ -97,7 +97,7 @@ impl JobUpdates {
         &self.last_json
     }
 
-    /// Returns the next update; `None` once the job has ended. The future may be dropped, and the method called again.
+    /// Returns the next update; `None` after [`JobUpdate::End`]. The future may be dropped, and the method called again.
     ///
     /// # Errors
     /// Fails if the server rejects the request (the job does not exist, or `after` is beyond its events: `invalid_cursor`), or if

@@ -35,7 +35,7 @@ pub struct CannotChoose {
     pub field: &'static str,
     /// Why no files can be chosen, and which configurations or splits exist.
     pub detail: String,
-    /// True if the repository has data, but in no supported format: the hub may offer a converted copy.
+    /// True if the repository's data is in no supported format, or a script describes it: the hub may offer a converted copy.
     pub is_unreadable: bool,
 }
 
@@ -80,27 +80,40 @@ pub fn choose(
     split: Option<&str>,
 ) -> Result<Chosen, CannotChoose> {
     let mut layouts = layouts_from_readme(readme.unwrap_or_default(), files);
-    if layouts.iter().all(|layout| layout.splits.iter().all(|(_, files)| files.is_empty())) {
+    let is_guess = layouts.iter().all(|layout| layout.splits.iter().all(|(_, files)| files.is_empty()));
+    if is_guess {
         layouts = vec![Layout { config: default_name(), is_default: true, splits: splits_from_names(files) }];
     }
-    let layout = choose_config(&layouts, config)?;
-    let (split, chosen) = choose_split(layout, split)?;
+    // Without a readable file, the names of configurations and splits are not known: those of the converted copy count.
+    let mut all = layouts.iter().flat_map(|layout| &layout.splits).flat_map(|(_, files)| files);
+    if !all.any(|file| is_readable(file)) {
+        return Err(unreadable(files));
+    }
+    // A loading script may define other configurations and splits than the file names suggest.
+    let has_script = is_guess && files.iter().any(|file| !file.contains('/') && file.ends_with(".py"));
+    let or_converted = |error: CannotChoose| CannotChoose { is_unreadable: has_script, ..error };
+    let layout = choose_config(&layouts, config).map_err(or_converted)?;
+    let (split, chosen) = choose_split(layout, split).map_err(or_converted)?;
     let mut chosen: Vec<String> = chosen.iter().filter(|file| is_readable(file)).cloned().collect();
     chosen.sort();
     chosen.dedup();
     if chosen.is_empty() {
-        let found: Vec<&str> = files.iter().filter(|file| is_data(file)).map(String::as_str).take(5).collect();
-        let detail = match found.is_empty() {
-            true => "the repository holds no data files (parquet, jsonl, json, csv or tsv)".to_owned(),
-            false => format!(
-                "the repository's data format is not supported ({}); supported are parquet, jsonl, json, csv and \
-                 tsv, also with .gz or .zst",
-                found.join(", ")
-            ),
-        };
-        return Err(CannotChoose { field: "hub", detail, is_unreadable: true });
+        return Err(unreadable(files));
     }
     Ok(Chosen { config: layout.config.clone(), split: split.to_owned(), files: chosen })
+}
+
+fn unreadable(files: &[String]) -> CannotChoose {
+    let found: Vec<&str> = files.iter().filter(|file| is_data(file)).map(String::as_str).take(5).collect();
+    let detail = match found.is_empty() {
+        true => "the repository holds no data files (parquet, jsonl, json, csv or tsv)".to_owned(),
+        false => format!(
+            "the repository's data format is not supported ({}); supported are parquet, jsonl, json, csv and tsv, \
+             also with .gz or .zst",
+            found.join(", ")
+        ),
+    };
+    CannotChoose { field: "hub", detail, is_unreadable: true }
 }
 
 fn choose_config<'l>(layouts: &'l [Layout], config: Option<&str>) -> Result<&'l Layout, CannotChoose> {
@@ -354,5 +367,17 @@ mod tests {
         assert!(error.is_unreadable && error.detail.contains("data-00000-of-00001.arrow"), "{error:?}");
         let error = choose(None, &files(&["README.md", "script.py"]), None, None).unwrap_err();
         assert!(error.detail.contains("no data files"), "{error:?}");
+        // The configurations and splits of unreadable files are not known, so a requested one is no error.
+        for names in [&["data.zip"][..], &["script.py"], &["data-00000-of-00001.arrow"]] {
+            for (config, split) in [(Some("main"), None), (None, Some("test")), (Some("main"), Some("test"))] {
+                let error = choose(None, &files(names), config, split).unwrap_err();
+                assert!(error.is_unreadable && error.field == "hub", "{names:?} {config:?} {split:?}: {error:?}");
+            }
+        }
+        // A script may define what the names of readable files do not suggest.
+        let error = choose(None, &files(&["rows.py", "extra.csv"]), Some("main"), None).unwrap_err();
+        assert!(error.is_unreadable && error.detail.contains("there is no config 'main'"), "{error:?}");
+        let error = choose(None, &files(&["train.csv"]), Some("main"), None).unwrap_err();
+        assert!(!error.is_unreadable, "{error:?}");
     }
 }

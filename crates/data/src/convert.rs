@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rlood_types::dataset::{
-    Format, InvalidRecipe, MAX_ERRORS, MAX_ROW_BYTES, Recipe, RecipeMap, Rejected, RowError, Rows, Summary, check_row,
-    presets,
+    Format, InvalidRecipe, MAX_ERRORS, MAX_ROW_BYTES, Recipe, RecipeMap, Rejected, RowError, RowPlace, Rows, Summary,
+    check_row, presets,
 };
 use serde_json::Value;
 
@@ -140,7 +140,11 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
         }
     }
     if source_rows.is_empty() && !is_late() {
-        return Err(rejected(whole("empty", "there are no rows: at least one is required".to_owned())));
+        let detail = match sources.iter().any(Source::is_cut) {
+            true => "the first row does not end within the part of the file that a preview reads",
+            false => "there are no rows: at least one is required",
+        };
+        return Err(rejected(whole("empty", detail.to_owned())));
     }
     let first = source_rows.first().and_then(Value::as_object);
     let has_prompt = first.is_some_and(|row| row.contains_key("prompt"));
@@ -154,7 +158,7 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
     pass.is_late = &is_late;
     let (mut mapped, limit) = (Vec::new(), rows.min(usize::try_from(recipe.limit.unwrap_or(u64::MAX)).unwrap_or(rows)));
     let ended = pass.run(sources, &mut |row| {
-        check_row(&row).map_err(|(code, detail)| RowError { line: 0, code, detail })?;
+        check_row(&row).map_err(|(code, detail)| whole(code, detail))?;
         mapped.push(row);
         Ok(if mapped.len() >= limit { Flow::Enough } else { Flow::More })
     });
@@ -202,7 +206,7 @@ fn rejected(error: RowError) -> Rejected {
 fn with_position(source: &Source, place: Place, error: RowError) -> RowError {
     let group = place.row_group.map_or_else(String::new, |group| format!(", row group {group}"));
     let detail = format!("row {} ({}{group}): {}", place.row, source.name, error.detail);
-    RowError { line: 0, code: error.code, detail }
+    whole(error.code, detail)
 }
 
 fn in_file(source: &Source, error: RowError) -> RowError {
@@ -418,7 +422,7 @@ impl Writer<'_> {
         check_row(&row).map_err(|(code, detail)| whole(code, detail))?;
         let before = self.buffer.len();
         let errors = self.rows.num_errors();
-        self.rows.add_value(0, &row, &mut self.buffer);
+        self.rows.add_value(RowPlace::File, &row, &mut self.buffer);
         if self.rows.num_errors() > errors {
             let bytes = row.to_string().len();
             let detail = if bytes > MAX_ROW_BYTES {

@@ -14,6 +14,7 @@ mod glob;
 mod keys;
 mod mapping;
 mod source;
+mod variables;
 
 pub use card::{CannotChoose, Chosen, choose};
 pub use convert::{Converted, Options, Preview, PreviewColumn, convert, preview};

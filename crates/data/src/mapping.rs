@@ -1,11 +1,12 @@
 //! The mapping (`map`) from the columns of source rows to the fields of dataset rows.
 
-use rlood_types::dataset::{COMPLETION, InvalidRecipe, PROMPT, RecipeMap, RowError, presets};
+use rlood_types::dataset::{COMPLETION, InvalidRecipe, PROMPT, RecipeMap, RowError, RowPlace, presets};
 use rlood_types::spec::SampleTemplate;
 use serde_json::{Map, Value, json};
 use std::cell::OnceCell;
 
 use super::columns::{Row, column_of_path, find, kind, shorten, unknown};
+use super::variables::{is_template, variables};
 
 /// A compiled mapping, which converts source rows to dataset rows.
 #[derive(Debug)]
@@ -17,7 +18,8 @@ pub struct Mapping {
     columns: Vec<(String, Text)>,
     keep: Option<Vec<String>>,
     drop: Vec<String>,
-    condition: Option<SampleTemplate>,
+    /// The source and the compiled expression of the filter `where`.
+    condition: Option<(String, SampleTemplate)>,
     unique: Vec<String>,
     cut_answer: bool,
     /// Whether a column with chat messages, under a usual name such as `messages`, becomes the prompt if there
@@ -52,16 +54,12 @@ pub enum Mapped {
 /// Names of columns that hold chat messages in most datasets.
 const CHATS: [&str; 2] = ["messages", "conversations"];
 
-fn is_template(text: &str) -> bool {
-    text.contains("{{") || text.contains("{%")
-}
-
 impl Text {
     fn new(at: &str, text: &str) -> Result<Text, InvalidRecipe> {
         if !is_template(text) {
             return Ok(Text::Path(text.to_owned()));
         }
-        let compiled = SampleTemplate::new(text).map_err(|why| InvalidRecipe { at: at.to_owned(), detail: why })?;
+        let compiled = SampleTemplate::of_rows(text).map_err(|why| InvalidRecipe { at: at.to_owned(), detail: why })?;
         Ok(Text::Template { source: text.to_owned(), compiled })
     }
 
@@ -81,7 +79,8 @@ impl Text {
                 wrong("unknown_column", format!("{at}: {why}"))
             }),
             Text::Template { source, compiled } => {
-                let text = compiled.render(variables.get()).map_err(|why| template_failed(at, source, &why, row))?;
+                let text =
+                    compiled.render(variables.get()).map_err(|why| failed("template_failed", at, source, &why, row))?;
                 Ok(Value::String(text))
             }
         }
@@ -96,33 +95,27 @@ impl Text {
     }
 }
 
-/// Converts the error of a template. If a column that the template reads is missing or null, the error names that column.
-fn template_failed(at: &str, source: &str, why: &str, row: &Row) -> RowError {
-    let words: Vec<&str> = identifiers(source);
-    if let Some(name) = words.iter().find(|word| row.get(**word).is_some_and(Value::is_null)) {
-        return wrong("null", format!("{at}: '{name}' is null"));
+/// Converts the error of a template or expression. If a column that it reads is missing or null, the error names that column.
+fn failed(code: &'static str, at: &str, source: &str, why: &str, row: &Row) -> RowError {
+    let read = variables(source);
+    let missing = read.iter().find(|name| why.contains("undefined") && !row.contains_key(**name));
+    let null = read.iter().find(|name| row.get(**name).is_some_and(Value::is_null));
+    match (missing, null) {
+        // The error of a value that is written does not tell null from undefined.
+        (Some(name), _) if null.is_none() || !why.contains("null or undefined") => {
+            wrong("unknown_column", format!("{at}: {}", unknown(name, row.keys().map(String::as_str))))
+        }
+        (_, Some(name)) if why.contains(SampleTemplate::NULL_IN_TEXT) => {
+            let detail = format!("{at}: '{name}' is null: give it a default, such as {name} | default('', true)");
+            wrong("null", detail)
+        }
+        (_, Some(name)) => wrong("null", format!("{at}: '{name}' is null")),
+        _ => wrong(code, format!("{at}: {}", shorten(why))),
     }
-    if why.contains("undefined")
-        && let Some(name) = first_variable(source).filter(|name| !row.contains_key(*name))
-    {
-        return wrong("unknown_column", format!("{at}: {}", unknown(name, row.keys().map(String::as_str))));
-    }
-    wrong("template_failed", format!("{at}: {}", shorten(why)))
-}
-
-/// Returns the identifiers that occur in a template.
-fn identifiers(source: &str) -> Vec<&str> {
-    let split = source.split(|c: char| !(c.is_alphanumeric() || c == '_'));
-    split.filter(|word| word.starts_with(|c: char| c.is_alphabetic() || c == '_')).collect()
-}
-
-/// Returns the first identifier after the first `{{` of a template.
-fn first_variable(source: &str) -> Option<&str> {
-    identifiers(source.split_once("{{")?.1).into_iter().next()
 }
 
 fn wrong(code: &'static str, detail: String) -> RowError {
-    RowError { line: 0, code, detail }
+    RowError { place: RowPlace::File, code, detail }
 }
 
 impl Mapping {
@@ -147,9 +140,9 @@ impl Mapping {
         if let Some(text) = completion {
             made.push((COMPLETION.to_owned(), Text::new("map.completion", text)?));
         }
-        let condition = condition.as_ref().map(|text| {
-            let compiled = SampleTemplate::expression(text);
-            compiled.map_err(|detail| InvalidRecipe { at: "map.where".to_owned(), detail })
+        let condition = condition.as_ref().map(|text| match SampleTemplate::condition_of_rows(text) {
+            Ok(compiled) => Ok((text.clone(), compiled)),
+            Err(detail) => Err(InvalidRecipe { at: "map.where".to_owned(), detail }),
         });
         Ok(Mapping {
             prompt,
@@ -186,12 +179,11 @@ impl Mapping {
         let texts = self.prompt.iter().chain(self.columns.iter().map(|(_, text)| text));
         let mut needed: Vec<String> = Vec::new();
         for text in texts {
-            let path = text.column()?;
-            let ends = path.match_indices('.').map(|(at, _)| at).chain([path.len()]);
-            needed.extend(ends.filter_map(|end| path.get(..end)).map(str::to_owned));
+            needed.extend(columns_of_path(text.column()?));
         }
         let is_plain = self.condition.is_none() && !matches!(self.system, Some(System::Template(_)));
-        needed.extend(keep.iter().chain(&self.unique).cloned());
+        needed.extend(keep.iter().cloned());
+        needed.extend(self.unique.iter().flat_map(|path| columns_of_path(path)));
         needed.push(PROMPT.to_owned());
         if self.takes_chats {
             needed.extend(CHATS.map(str::to_owned));
@@ -232,10 +224,10 @@ impl Mapping {
             return Err(wrong("not_an_object", format!("a row must be a JSON object, not {}", kind(&row))));
         };
         let variables = Variables::of(&row);
-        if let Some(condition) = &self.condition {
+        if let Some((source, condition)) = &self.condition {
             let holds = condition
                 .value(variables.get())
-                .map_err(|why| wrong("condition_failed", format!("map.where: {}", shorten(&why))))?;
+                .map_err(|why| failed("condition_failed", "map.where", source, &why, &row))?;
             if !is_true(&holds) {
                 return Ok(Mapped::Left);
             }
@@ -328,6 +320,12 @@ impl Mapping {
         }
         Ok(Some(key))
     }
+}
+
+/// Returns the names of the columns that a path may lead into: `a`, `a.b` and `a.b.c` for `a.b.c`.
+fn columns_of_path(path: &str) -> impl Iterator<Item = String> {
+    let ends = path.match_indices('.').map(|(at, _)| at).chain([path.len()]);
+    ends.filter_map(|end| path.get(..end)).map(str::to_owned)
 }
 
 /// The row, converted to the template engine's values when the first template needs them.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flate2::bufread::MultiGzDecoder;
-use rlood_types::dataset::{Format, RowError, RowReader};
+use rlood_types::dataset::{Format, RowError, RowPlace, RowReader};
 use serde_json::Value;
 
 /// Maximum size of a source row, in bytes, before columns are dropped from it.
@@ -33,6 +33,8 @@ pub struct Source {
     /// The file name shown in errors; its extension decides the format if the content does not.
     pub name: String,
     at: At,
+    /// Whether only the beginning of the file is here, whose last row may be incomplete.
+    is_cut: bool,
 }
 
 /// The location of a file's bytes.
@@ -45,12 +47,23 @@ enum At {
 impl Source {
     /// Creates a source for a local file.
     pub fn file(name: impl Into<String>, path: impl Into<PathBuf>) -> Source {
-        Source { name: name.into(), at: At::Path(path.into()) }
+        Source { name: name.into(), at: At::Path(path.into()), is_cut: false }
+    }
+
+    /// Marks the local file as the beginning of a larger one: a last row that may be incomplete is left out.
+    #[must_use]
+    pub fn cut(self) -> Source {
+        Source { is_cut: true, ..self }
+    }
+
+    /// Whether only the beginning of the file is here.
+    pub(crate) fn is_cut(&self) -> bool {
+        self.is_cut
     }
 
     /// Creates a source for a remote parquet file, of which only the parts that the first rows need are fetched.
     pub fn elsewhere(name: impl Into<String>, ranges: impl Ranges + 'static) -> Source {
-        Source { name: name.into(), at: At::Elsewhere(Arc::new(Remote::new(Box::new(ranges)))) }
+        Source { name: name.into(), at: At::Elsewhere(Arc::new(Remote::new(Box::new(ranges)))), is_cut: false }
     }
 
     /// Returns how long fetching parts of a remote file has taken.
@@ -179,7 +192,23 @@ pub fn each_row(
     let format = Format::of_file_name(name)
         .or(hint)
         .map_or_else(|| detect_text_format(&start), |named| corrected(named, &start));
+    let mut bytes = Content { bytes, is_cut: source.is_cut };
     texts(format, &start, &mut bytes, take, (&broken, stop))
+}
+
+/// The unpacked content of a file. The end of a file that was cut off is no error.
+struct Content {
+    bytes: Box<dyn Read>,
+    is_cut: bool,
+}
+
+impl Content {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self.bytes.read(into) {
+            Err(error) if self.is_cut && error.kind() == io::ErrorKind::UnexpectedEof => Ok(0),
+            read => read,
+        }
+    }
 }
 
 /// Detects a `.json` file that is really ndjson (one object per line), which is common.
@@ -209,7 +238,7 @@ fn detect_text_format(start: &[u8]) -> Format {
 fn texts(
     format: Format,
     start: &[u8],
-    bytes: &mut dyn Read,
+    bytes: &mut Content,
     take: &mut TakeRow<'_>,
     (broken, stop): (&dyn Fn(io::Error) -> RowError, &dyn Fn() -> bool),
 ) -> Result<(), RowError> {
@@ -239,7 +268,7 @@ fn texts(
         }
         reader.push(piece.get(..read).unwrap_or_default(), &mut |_, read| one(&mut enough, read));
     }
-    if enough == Flow::More && !stop() {
+    if enough == Flow::More && !stop() && !bytes.is_cut {
         reader.finish(&mut |_, read| one(&mut enough, read));
     }
     Ok(())
@@ -291,5 +320,5 @@ fn unreadable(error: io::Error) -> RowError {
 
 /// Creates an error about a file, not about one of its rows.
 pub fn whole(code: &'static str, detail: String) -> RowError {
-    RowError { line: 0, code, detail }
+    RowError { place: RowPlace::File, code, detail }
 }

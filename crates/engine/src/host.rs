@@ -220,6 +220,9 @@ pub struct TrainInput<'a> {
     pub eval_rows: Vec<PromptRow>,
     /// The rows of the warm-up; empty if the job has no warm-up, or it is over.
     pub warm_up_rows: Vec<PromptRow>,
+    /// Keys of prompts that only the verdict reads and the warm-up therefore leaves out; empty if the job has no warm-up, or
+    /// it is over.
+    pub judged_keys: Vec<crate::spec::PromptKey>,
     /// A verified checkpoint to resume from.
     pub resume: Option<PathBuf>,
     /// The checkpoint of a warm start: a PEFT adapter, or all weights in full fine-tuning. The plan says which

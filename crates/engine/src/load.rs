@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::error::{EngineError, Result};
-use crate::modelcard::{self, ModelCard, TensorDtype, TensorLocation};
+use crate::modelcard::{self, ModelCard, Scale, TensorDtype, TensorLocation};
 
 /// Reads tensors of a model directory by name.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl Weights {
             let path = self.dir.join(&scale.values.file);
             let scales =
                 read_values(&file, &scale.values).map_err(|source| EngineError::Io { path: path.clone(), source })?;
-            expand(&mut values, &shape, &scales, scale.block);
+            expand(&mut values, &shape, &scales, &scale);
         }
         if !values.par_iter().with_min_len(CHUNK).all(|value| value.is_finite()) {
             return Err(EngineError::ModelNotFinite { what: format!("{what} holds NaN or infinite values") });
@@ -68,16 +68,33 @@ impl Weights {
 /// Number of values that one thread reads at a time.
 const CHUNK: usize = 1 << 20;
 
-/// Multiplies 8-bit weights by the scales of their blocks and rounds to bf16, as transformers does for such a
-/// checkpoint with dtype bfloat16.
-fn expand(values: &mut [f32], shape: &[usize], scales: &[f32], block: [usize; 2]) {
+/// Multiplies 8-bit weights by the scales of their blocks and rounds to the dtype of config.json, as transformers does
+/// (integrations/finegrained_fp8.py: `Fp8Dequantize`).
+fn expand(values: &mut [f32], shape: &[usize], scales: &[f32], scale: &Scale) {
+    let product = |value: f32, scale: f32| value * scale;
+    match scale.dtype {
+        TensorDtype::F32 | TensorDtype::F8E4M3 => scaled(values, shape, scales, scale.block, product),
+        TensorDtype::F16 => {
+            scaled(values, shape, scales, scale.block, |value, scale| f16::from_f32(product(value, scale)).to_f32())
+        }
+        TensorDtype::Bf16 => {
+            scaled(values, shape, scales, scale.block, |value, scale| bf16::from_f32(product(value, scale)).to_f32())
+        }
+    }
+}
+
+fn scaled(
+    values: &mut [f32],
+    shape: &[usize],
+    scales: &[f32],
+    [rows, columns]: [usize; 2],
+    product: impl Fn(f32, f32) -> f32 + Sync,
+) {
     let width = shape.last().copied().unwrap_or(1).max(1);
-    let [rows, columns] = block;
     let blocks = width.div_ceil(columns);
     values.par_chunks_mut(width).enumerate().for_each(|(row, values)| {
         for (column, value) in values.iter_mut().enumerate() {
-            let scale = scales[row / rows * blocks + column / columns];
-            *value = bf16::from_f32(*value * scale).to_f32();
+            *value = product(*value, scales[row / rows * blocks + column / columns]);
         }
     });
 }
@@ -117,4 +134,39 @@ pub(super) fn read_values(file: &File, location: &TensorLocation) -> std::io::Re
         Ok::<(), std::io::Error>(())
     })?;
     Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// The values of a tensor of the FP8 fixture if its config.json names this dtype.
+    fn values(dtype: &str) -> Vec<f32> {
+        let dir = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(rlood_test_support::fixture("parity/qwen3_fp8")).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_file() {
+                std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+            }
+        }
+        let path = dir.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        config["dtype"] = json!(dtype);
+        std::fs::write(path, config.to_string()).unwrap();
+        let card = modelcard::read(dir.path()).unwrap();
+        Weights::open(dir.path(), &card).values("model.layers.1.mlp.up_proj.weight").unwrap().0
+    }
+
+    #[test]
+    fn eight_bits_are_expanded_in_the_dtype_of_the_model() {
+        let exact = values("float32");
+        let [halves, brains] = [values("float16"), values("bfloat16")];
+        assert!(exact.iter().zip(&brains).any(|(exact, brain)| exact != brain));
+        assert!(exact.iter().zip(&halves).any(|(exact, half)| exact != half));
+        for ((exact, half), brain) in exact.iter().zip(&halves).zip(&brains) {
+            assert_eq!([*half, *brain], [f16::from_f32(*exact).to_f32(), bf16::from_f32(*exact).to_f32()]);
+        }
+    }
 }

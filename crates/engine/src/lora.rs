@@ -194,12 +194,9 @@ impl Lora {
     }
 }
 
-/// Parses and validates a PEFT directory's `adapter_config.json`.
+/// Reads from a PEFT directory which linear layers its adapter covers, and with which ranks.
 pub fn read_config(dir: &Path, model: &ModelDescription) -> Result<LoraPlan> {
-    let failed = |error: modelcard::ModelCardError| EngineError::Adapter(error.to_string());
-    let value = modelcard::read_json(dir, CONFIG, 1 << 20).map_err(failed)?;
-    let paths: Vec<&str> = Module::of_model(model).iter().map(|module| module.path()).collect();
-    adapter::plan_of(&value, &paths, model.num_hidden_layers).map_err(failed)
+    adapter::read_for(dir, model).map_err(|error| EngineError::Adapter(error.to_string()))
 }
 
 /// Creates adapter_config.json with every key that PEFT writes.

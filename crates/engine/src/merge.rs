@@ -20,7 +20,7 @@ use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
 use self::companions::{copy_others, write_config, write_index};
-use self::layout::{FilePlan, TensorKind, TensorPlan, weight_files};
+use self::layout::{FilePlan, SINGLE, TensorKind, TensorPlan, weight_files};
 use self::update::{Sums, Update, add, updates_of};
 use super::error::{EngineError, Result};
 use super::load::{Weights, read_values};
@@ -50,8 +50,9 @@ impl MergedDtype {
         }
     }
 
-    fn of(stored: TensorDtype) -> Self {
-        match stored {
+    /// The format of a base tensor's values: for 8-bit weights, that of the expanded values.
+    fn of(tensor: &TensorLocation) -> Self {
+        match tensor.scale.as_ref().map_or(tensor.dtype, |scale| scale.dtype) {
             TensorDtype::F32 => MergedDtype::Float32,
             TensorDtype::F16 => MergedDtype::Float16,
             TensorDtype::Bf16 | TensorDtype::F8E4M3 => MergedDtype::Bfloat16,
@@ -159,7 +160,8 @@ pub fn merge(input: MergeInput<'_>, progress: &mut dyn FnMut(u64, u64) -> bool) 
             return Ok(None);
         }
     }
-    if plans.len() > 1 {
+    // Loaders find the weights by the name model.safetensors, or else by the index.
+    if files.iter().any(|file| file != SINGLE) {
         write_index(&plans, dtype, input.out_dir)?;
     }
     write_config(input.model_dir, dtype, input.out_dir)?;
@@ -175,7 +177,7 @@ fn full_card(input: MergeInput<'_>) -> Result<ModelCard> {
 /// The storage format of most weights of the base model.
 fn most_common(card: &ModelCard) -> MergedDtype {
     let count = |dtype| {
-        let of_dtype = card.tensors.iter().filter(|tensor| MergedDtype::of(tensor.dtype) == dtype);
+        let of_dtype = card.tensors.iter().filter(|tensor| MergedDtype::of(tensor) == dtype);
         of_dtype.map(TensorLocation::num_elements).sum::<usize>()
     };
     let all = [MergedDtype::Bfloat16, MergedDtype::Float16, MergedDtype::Float32];

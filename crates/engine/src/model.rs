@@ -43,6 +43,8 @@ pub struct RowScore {
     pub logps: Vec<f32>,
     /// Entropies of the next-token distributions, in nats.
     pub entropies: Vec<f32>,
+    /// Number of tokens that are the model's greedy choice: no other token has a larger logit.
+    pub num_top: usize,
 }
 
 /// Whether the LoRA adapter is applied.
@@ -350,8 +352,13 @@ fn unknown_token(id: u32, vocab_size: u32) -> String {
 fn by_row(rows: &[Trajectory<'_>], scores: &[TokenScore]) -> Vec<RowScore> {
     let mut scores = scores.iter();
     let rows = rows.iter().map(|row| {
-        let (logps, entropies) = scores.by_ref().take(row.num_model_tokens()).map(|s| (s.logp, s.entropy)).unzip();
-        RowScore { logps, entropies }
+        let mut num_top = 0;
+        let of_token = |score: &TokenScore| {
+            num_top += usize::from(score.is_top);
+            (score.logp, score.entropy)
+        };
+        let (logps, entropies) = scores.by_ref().take(row.num_model_tokens()).map(of_token).unzip();
+        RowScore { logps, entropies, num_top }
     });
     rows.collect()
 }

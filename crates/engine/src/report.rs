@@ -246,7 +246,7 @@ pub(super) fn first_warnings(batching: &Batching, data: &Data) -> Vec<Event> {
 /// The warning that rows of the warm-up are left out.
 pub(super) fn left_out_warning(left_out: usize, num_rows: usize) -> Event {
     let message = format!(
-        "{left_out} of {num_rows} rows of the warm-up are left out, because their prompts are also evaluated: the evaluation would measure memorized answers"
+        "{left_out} of {num_rows} rows of the warm-up are left out, because their prompts are also evaluated, or compared by the verdict, which would then measure memorized answers"
     );
     let data = json!({ "left_out": left_out, "rows": num_rows });
     Event::Warning { code: "warm_up_rows_left_out".into(), message, data }

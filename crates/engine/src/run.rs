@@ -68,7 +68,7 @@ pub(super) struct Data {
     pub eval_is_held_out: bool,
     /// The rows to evaluate: of the evaluation dataset, or held out of the training dataset.
     pub evaluated_rows: Vec<u64>,
-    /// Keys that identify the evaluated prompts.
+    /// Keys that identify the prompts that are evaluated, or that only the verdict reads.
     evaluated_keys: HashSet<PromptKey>,
     /// The number of evaluated prompts that are also trained.
     pub shared_prompts: u64,
@@ -276,6 +276,7 @@ impl Data {
         let trained_keys = trained_rows.as_deref().map_or_else(|| keys.iter().collect(), of_rows);
         let eval_is_held_out = held_out.is_some();
         let mut evaluated_keys: HashSet<PromptKey> = of_rows(&tested).into_iter().copied().collect();
+        evaluated_keys.extend(std::mem::take(&mut input.judged_keys));
         let (evaluated_rows, shared_prompts) = match held_out {
             Some(rows) => {
                 let shared = shared_prompts(trained_keys, of_rows(&rows));
@@ -301,8 +302,8 @@ impl Data {
         })
     }
 
-    /// Tokenizes the rows of the warm-up. Rows whose prompts are evaluated are left out: a model that has learned their
-    /// answers would score too high.
+    /// Tokenizes the rows of the warm-up. Rows whose prompts are evaluated, or compared by the verdict, are left out: a model
+    /// that has learned their answers would score too high.
     fn tokenize_answers(
         &mut self,
         rows: Vec<PromptRow>,
@@ -324,7 +325,7 @@ impl Data {
             let why = if num_rows == 0 {
                 "the warm-up's dataset has no rows"
             } else {
-                "the prompts of all rows are also evaluated"
+                "the prompts of all rows are also evaluated, or compared by the verdict"
             };
             let detail = format!("the warm-up has no rows to train on: {why}; add rows");
             return Err(RunEnd::Failed(EngineError::Prompts(detail)));

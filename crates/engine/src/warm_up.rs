@@ -52,6 +52,8 @@ struct Update {
     entropy: Option<f64>,
     /// Number of tokens that contribute to the loss.
     tokens: usize,
+    /// Number of these tokens that are the model's greedy choice.
+    top_tokens: usize,
 }
 
 impl Update {
@@ -112,13 +114,15 @@ fn gradient_of(run: &Run<'_>, step: u64, rows: &[u64]) -> Result<Option<StepGrad
 /// Clips the gradient and applies it with AdamW, unless loss or gradient is not finite.
 fn update_weights(run: &mut Run<'_>, warm_up: &WarmUpPlan, gradient: Option<StepGradient>) -> Result<Update> {
     let (optimizer_plan, learning_rate) = (&run.plan.optimizer, warm_up.learning_rate);
-    let mut update = Update { loss: f64::NAN, grad_norm: f64::NAN, learning_rate, entropy: None, tokens: 0 };
+    let mut update =
+        Update { loss: f64::NAN, grad_norm: f64::NAN, learning_rate, entropy: None, tokens: 0, top_tokens: 0 };
     let Some(StepGradient { mut gradient, losses, scores }) = gradient else { return Ok(update) };
     update.loss = total_loss(&losses);
     update.grad_norm = gradient.clip(optimizer_plan.max_grad_norm)?;
     let entropies = scores.iter().map(|score| (score.entropies.as_slice(), true));
     update.entropy = Some(super::metrics::entropy(entropies));
     update.tokens = scores.iter().map(|score| score.logps.len()).sum();
+    update.top_tokens = scores.iter().map(|score| score.num_top).sum();
     if update.is_finite() {
         let optimizer = &mut run.model.optimizer;
         let take = |flat: &mut _| optimizer.update(flat, &gradient, learning_rate, optimizer_plan);
@@ -177,6 +181,7 @@ fn metrics(run: &Run<'_>, update: &Update) -> Metrics {
         ("warm_up/loss".into(), Some(update.loss)),
         ("warm_up/perplexity".into(), Some(update.loss.exp())),
         ("warm_up/entropy".into(), update.entropy),
+        ("warm_up/token_accuracy".into(), Some(update.top_tokens as f64 / update.tokens as f64)),
         ("warm_up/grad_norm".into(), Some(update.grad_norm)),
         ("warm_up/learning_rate".into(), Some(update.learning_rate)),
         ("warm_up/tokens".into(), Some(update.tokens as f64)),

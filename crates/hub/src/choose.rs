@@ -37,6 +37,8 @@ pub struct RepoPlan {
     pub files: Vec<RepoFile>,
     /// `config.json` of a model; else null.
     pub config: Value,
+    /// The id under which the Hub has the repository now, if it differs from the requested one; `None` = it is the same.
+    pub renamed_to: Option<String>,
 }
 
 impl RepoPlan {
@@ -91,7 +93,8 @@ impl Hub {
         let others =
             info.files.iter().filter(|file| OPTIONAL_FILES.contains(&file.path.as_str()) || is_template(&file.path));
         files.extend(others.cloned());
-        Ok(RepoPlan { repo: repo.clone(), commit: info.commit, is_restricted: info.is_restricted, files, config })
+        let RepoInfo { commit, is_restricted, files: _, renamed_to } = info;
+        Ok(RepoPlan { repo: repo.clone(), commit, is_restricted, files, config, renamed_to })
     }
 
     /// Reads a small file of a Hub repository into memory.

@@ -53,6 +53,16 @@ pub enum HubError {
         /// Whether a token was sent.
         with_token: bool,
     },
+    /// The repository exists, but its kind is not the requested one.
+    #[error("{repo} is a {found}, not a {wanted}: {}", advice(found))]
+    WrongKind {
+        /// Id of the repository.
+        repo: String,
+        /// Kind of the repository that has this id: model or dataset.
+        found: &'static str,
+        /// Kind that was requested.
+        wanted: &'static str,
+    },
     /// The Hub's access token is wrong or expired.
     #[error("the hub rejects the token: it is wrong or has expired; create a new one in the hub's settings")]
     BadToken,
@@ -148,6 +158,14 @@ pub enum HubError {
         #[source]
         source: std::io::Error,
     },
+}
+
+/// Returns where a repository of this kind can be used.
+fn advice(found: &str) -> &'static str {
+    match found {
+        "dataset" => "give a model here, and this id as a dataset, {\"hub\": \"org/name\"}",
+        _ => "give a dataset here, and this id as the model",
+    }
 }
 
 impl HubError {

@@ -20,6 +20,14 @@ impl RepoKind {
         }
     }
 
+    /// Returns the other kind.
+    pub(crate) fn other(self) -> RepoKind {
+        match self {
+            RepoKind::Model => RepoKind::Dataset,
+            RepoKind::Dataset => RepoKind::Model,
+        }
+    }
+
     /// Returns the repository kind as shown in messages: model or dataset.
     pub(crate) fn noun(self) -> &'static str {
         match self {

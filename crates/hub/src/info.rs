@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::error::HubError;
 use crate::hash::FileHash;
 use crate::http::Hub;
-use crate::id::{Repo, is_safe_path};
+use crate::id::{Repo, RepoKind, is_safe_path};
 
 /// A Hub repository at one commit, with its list of files.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,6 +17,8 @@ pub struct RepoInfo {
     pub is_restricted: bool,
     /// All files of the repository.
     pub files: Vec<RepoFile>,
+    /// The id under which the Hub has the repository now, if it differs from the requested one; `None` = it is the same.
+    pub renamed_to: Option<String>,
 }
 
 /// A file of a Hub repository.
@@ -33,6 +35,8 @@ pub struct RepoFile {
 
 #[derive(Deserialize)]
 struct Answer {
+    #[serde(default)]
+    id: Option<String>,
     sha: String,
     #[serde(default)]
     disabled: bool,
@@ -66,11 +70,15 @@ impl Hub {
     /// # Errors
     /// Fails when the revision does not exist or is not accessible, or the Hub is unreachable.
     pub async fn info(&self, repo: &Repo) -> Result<RepoInfo, HubError> {
-        let id = repo.id().split('/');
-        let start = ["api", repo.kind.plural()].into_iter();
-        let mut url = self.url(start.chain(id).chain(["revision", repo.revision()]))?;
+        let mut url = self.info_url(repo.kind, repo.id(), repo.revision())?;
         url.set_query(Some("blobs=true"));
-        let bytes = self.read(repo, &url, None).await?;
+        let bytes = match self.read(repo, &url, None).await {
+            Err(HubError::NoRepository { .. }) if self.is_other_kind(repo).await => {
+                let (found, wanted) = (repo.kind.other().noun(), repo.kind.noun());
+                return Err(HubError::WrongKind { repo: repo.id().to_owned(), found, wanted });
+            }
+            read => read?,
+        };
         let answer: Answer = serde_json::from_slice(&bytes).map_err(|error| {
             HubError::NotUnderstood(format!("the hub's metadata of {repo} cannot be parsed: {error}"))
         })?;
@@ -82,7 +90,19 @@ impl Hub {
         }
         let files = answer.siblings.into_iter().map(|sibling| file(repo, sibling)).collect::<Result<_, _>>()?;
         let is_restricted = answer.private || !matches!(answer.gated, Value::Null | Value::Bool(false));
-        Ok(RepoInfo { commit: answer.sha, is_restricted, files })
+        let renamed_to = answer.id.filter(|id| id != repo.id());
+        Ok(RepoInfo { commit: answer.sha, is_restricted, files, renamed_to })
+    }
+
+    fn info_url(&self, kind: RepoKind, id: &str, revision: &str) -> Result<url::Url, HubError> {
+        let start = ["api", kind.plural()].into_iter();
+        self.url(start.chain(id.split('/')).chain(["revision", revision]))
+    }
+
+    /// Asks the Hub once whether a repository of the other kind has this id.
+    async fn is_other_kind(&self, repo: &Repo) -> bool {
+        let Ok(url) = self.info_url(repo.kind.other(), repo.id(), "main") else { return false };
+        self.open(repo, &url, None, 0).await.is_ok()
     }
 }
 

@@ -39,6 +39,8 @@ pub struct TokenScore {
     pub logp: f32,
     /// Entropy of the distribution, in nats.
     pub entropy: f32,
+    /// Whether no other token has a larger logit / temperature.
+    pub is_top: bool,
 }
 
 /// The normalization of a row's softmax: p = e^(logit / temperature − largest) / sum.
@@ -130,7 +132,8 @@ pub fn score(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, targets: &[
     let mut scores = Scores::default();
     for (cells, logit) in table.chunks_exact(chunks.max(1)).zip(&logits) {
         let total = Total::new(cells, t);
-        scores.tokens.push(TokenScore { logp: total.logp(*logit), entropy: total.entropy() });
+        let (logp, entropy, is_top) = (total.logp(*logit), total.entropy(), total.is_top(*logit));
+        scores.tokens.push(TokenScore { logp, entropy, is_top });
         scores.normalizers.push(Normalizer { largest: total.largest, sum: total.sum });
     }
     scores
@@ -361,6 +364,10 @@ impl Total {
 
     fn logp(&self, logit: f32) -> f32 {
         (f64::from(logit * self.t - self.largest) - self.sum.ln()) as f32
+    }
+
+    fn is_top(&self, logit: f32) -> bool {
+        logit * self.t >= self.largest
     }
 
     fn entropy(&self) -> f32 {

@@ -1,9 +1,12 @@
 //! LoRA adapters in PEFT's format: lists the tensors of an adapter, and checks whether the adapter in a folder belongs to a model.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use rlood_types::spec::LoraPlan;
+use rlood_types::spec::{LoraPlan, PeftConfig, StoredModule};
 use serde_json::Value;
 
 use super::weights::{TensorLocation, read_header};
@@ -59,17 +62,24 @@ pub fn tensors(plan: &LoraPlan, model: &ModelDescription, paths: &[&'static str]
 }
 
 /// Reads the tensors of an adapter's file, each under the name that PEFT uses for a text-only model. An adapter of a multimodal
-/// model has longer tensor names, which contain the path of the decoder in the model.
+/// model has longer tensor names, which contain the path of the decoder in the model; [`TensorLocation::name`] keeps them.
 ///
 /// # Errors
-/// Fails if the file cannot be read.
+/// Fails if the file cannot be read, or contains a tensor twice under different names.
 pub fn read_tensors(dir: &Path, file: &str) -> Result<BTreeMap<String, TensorLocation>, ModelCardError> {
     let header = read_header(dir, file)?;
     if let Some((name, dtype)) = header.unsupported.first_key_value() {
         let detail = format!("tensor {name} is stored as {dtype}; an adapter's are BF16, F16 or F32");
         return Err(ModelCardError::new(file, detail));
     }
-    Ok(header.tensors.into_iter().map(|(name, location)| (plain_name(&name), location)).collect())
+    let mut tensors = BTreeMap::new();
+    for (name, location) in header.tensors {
+        if let Some(TensorLocation { name: other, .. }) = tensors.insert(plain_name(&name), location) {
+            let detail = format!("tensors {other} and {name} are the same matrix under two names; keep one of them");
+            return Err(ModelCardError::new(file, detail));
+        }
+    }
+    Ok(tensors)
 }
 
 fn plain_name(name: &str) -> String {
@@ -79,58 +89,101 @@ fn plain_name(name: &str) -> String {
         .map_or_else(|| name.to_owned(), |rest| format!("base_model.model.model.{rest}"))
 }
 
-/// Reads the adapter in a PEFT directory if it matches a model: its config selects layers that the model has, and its tensors
-/// belong to these layers and have their shapes.
+/// Reads the adapter in a PEFT directory if it matches a model: its tensors belong to linear layers of the model and have their shapes,
+/// and its config agrees.
 ///
 /// # Errors
 /// Fails if the adapter does not match the model; the error names the config key or tensor.
 pub fn read_for(dir: &Path, model: &ModelDescription) -> Result<LoraPlan, ModelCardError> {
+    let config = read_json(dir, CONFIG, 1 << 20)?;
+    // An adapter of another kind has other tensors, so its kind is checked first.
+    let config = PeftConfig::read(&config).map_err(refused)?;
+    let found = read_tensors(dir, WEIGHTS)?;
+    let stored = stored_modules(&found)?;
     let paths: Vec<&'static str> = model.projections.paths().collect();
-    let plan = plan_of(&read_json(dir, CONFIG, 1 << 20)?, &paths, model.num_hidden_layers)?;
-    check(&read_tensors(dir, WEIGHTS)?, tensors(&plan, model, &paths), &model.module_names())?;
-    Ok(plan)
-}
-
-/// Parses adapter_config.json, like [`LoraPlan::from_peft`].
-///
-/// # Errors
-/// Fails for the same reasons as [`LoraPlan::from_peft`].
-pub fn plan_of(config: &Value, paths: &[&str], num_layers: usize) -> Result<LoraPlan, ModelCardError> {
-    LoraPlan::from_peft(config, paths, num_layers).map_err(|detail| {
-        let detail = detail.strip_prefix("adapter_config.json: ").unwrap_or(&detail).to_owned();
-        ModelCardError::new(CONFIG, detail)
-    })
-}
-
-fn check(
-    found: &BTreeMap<String, TensorLocation>,
-    wanted: Vec<AdapterTensor>,
-    modules: &[&str],
-) -> Result<(), ModelCardError> {
-    let mut others: BTreeSet<&String> = found.keys().collect();
-    for AdapterTensor { name, shape, .. } in &wanted {
-        let Some(location) = found.get(name) else {
-            return Err(ModelCardError::new(WEIGHTS, format!("tensor {name} is missing, which {CONFIG} asks for")));
-        };
-        if location.shape != *shape {
+    let plan = config.plan(&stored, &paths, model.num_hidden_layers).map_err(refused)?;
+    check_complete(&config, &stored, &plan, &paths, model.num_hidden_layers)?;
+    for AdapterTensor { name, shape, .. } in tensors(&plan, model, &paths) {
+        let found = found.get(&name).map(|location| location.shape.as_slice()).unwrap_or_default();
+        if found != shape {
             let detail = format!(
-                "tensor {name} has shape {:?}; this model and {CONFIG} ask for {shape:?}: the adapter belongs to another model",
-                location.shape
+                "tensor {name} has shape {found:?}; this model and {CONFIG} ask for {shape:?}: the adapter belongs to another model"
             );
             return Err(ModelCardError::new(WEIGHTS, detail));
         }
-        others.remove(name);
     }
-    match others.first() {
-        None => Ok(()),
-        Some(other) => {
-            let detail = format!(
-                "tensor {other} belongs to no linear layer that {CONFIG} selects in this model, which has {}",
-                modules.join(", ")
-            );
-            Err(ModelCardError::new(WEIGHTS, detail))
+    Ok(plan)
+}
+
+/// Converts an error about an adapter's config or tensors.
+fn refused(detail: String) -> ModelCardError {
+    match detail.strip_prefix("adapter_config.json: ") {
+        Some(detail) => ModelCardError::new(CONFIG, detail),
+        None => ModelCardError::new(WEIGHTS, detail),
+    }
+}
+
+/// The LoRA matrices that an adapter's file has for one linear layer.
+struct Found<'a> {
+    /// The linear layer's name in the file.
+    name: &'a str,
+    /// The ranks of A and B.
+    ranks: [Option<usize>; 2],
+}
+
+/// Lists the linear layers for which an adapter's file has LoRA matrices, by layer and path.
+fn stored_modules(found: &BTreeMap<String, TensorLocation>) -> Result<Vec<StoredModule>, ModelCardError> {
+    let failed = |detail: String| ModelCardError::new(WEIGHTS, detail);
+    let mut modules: BTreeMap<(usize, &str), Found<'_>> = BTreeMap::new();
+    for (name, location) in found {
+        let factor = |ending: &'static str| {
+            Some((name.strip_prefix("base_model.model.model.layers.")?.strip_suffix(ending)?, ending))
+        };
+        let (a, b) = (factor(".lora_A.weight"), factor(".lora_B.weight"));
+        let Some((inside, ending)) = a.or(b) else {
+            let detail = "is not a lora_A or lora_B of a decoder layer; only those are supported";
+            return Err(failed(format!("tensor {} {detail}", location.name)));
+        };
+        let place = inside.split_once('.').and_then(|(layer, path)| Some((layer.parse::<usize>().ok()?, path)));
+        let (Some(place), [rows, columns]) = (place.filter(|(layer, _)| *layer < 10_000), &location.shape[..]) else {
+            return Err(failed(format!("tensor {} is not a matrix of a decoder layer", location.name)));
+        };
+        let original = location.name.strip_prefix("base_model.model.").and_then(|name| name.strip_suffix(ending));
+        let module = modules.entry(place).or_insert(Found { name: original.unwrap_or(inside), ranks: [None; 2] });
+        module.ranks[usize::from(b.is_some())] = Some(if b.is_some() { *columns } else { *rows });
+    }
+    let module = |((layer, path), Found { name, ranks }): ((usize, &str), Found<'_>)| match ranks {
+        [Some(a), Some(b)] if a == b && (1..=1 << 16).contains(&a) => {
+            Ok(StoredModule { layer, path: path.to_owned(), name: name.to_owned(), r: a as u32 })
+        }
+        _ => Err(failed(format!("{name} has A and B of ranks {ranks:?}; both are needed, and of the same rank"))),
+    };
+    modules.into_iter().map(module).collect()
+}
+
+/// Checks that the file has tensors for every linear layer of the model that the config selects.
+fn check_complete(
+    config: &PeftConfig<'_>,
+    stored: &[StoredModule],
+    plan: &LoraPlan,
+    paths: &[&str],
+    num_layers: usize,
+) -> Result<(), ModelCardError> {
+    let prefix = |module: &StoredModule| {
+        let end = format!("layers.{}.{}", module.layer, module.path);
+        module.name.strip_suffix(&end).map(str::to_owned)
+    };
+    let prefixes: BTreeSet<String> = stored.iter().filter_map(prefix).collect();
+    for layer in 0..num_layers {
+        for path in paths.iter().filter(|path| plan.of(layer, path).is_none()) {
+            let is_selected = |prefix: &String| config.selects(&format!("{prefix}layers.{layer}.{path}")) == Some(true);
+            if prefixes.iter().any(is_selected) {
+                let detail = format!("layers.{layer}.{path} has no tensors, and {CONFIG} selects it");
+                return Err(ModelCardError::new(WEIGHTS, detail));
+            }
         }
     }
+    Ok(())
 }
 
 /// Reads an adapter from a PEFT directory without its base model: config and tensors must agree with each other.
@@ -139,43 +192,16 @@ fn check(
 /// Fails if config and tensors do not agree; the error names the config key or tensor.
 pub fn read(dir: &Path) -> Result<AdapterCard, ModelCardError> {
     let config = read_json(dir, CONFIG, 1 << 20)?;
+    let peft = PeftConfig::read(&config).map_err(refused)?;
     let found = read_tensors(dir, WEIGHTS)?;
-    // The ranks of the LoRA matrices A and B, by decoder layer and path of the linear layer.
-    let mut ranks: BTreeMap<(usize, &str), [Option<usize>; 2]> = BTreeMap::new();
-    for (name, location) in &found {
-        let factor = |ending: &str| name.strip_prefix("base_model.model.model.layers.")?.strip_suffix(ending);
-        let (inside, is_b) = match (factor(".lora_A.weight"), factor(".lora_B.weight")) {
-            (Some(inside), _) => (inside, false),
-            (None, Some(inside)) => (inside, true),
-            (None, None) => {
-                let detail =
-                    format!("tensor {name} is not a lora_A or lora_B of a decoder layer; only those are supported");
-                return Err(ModelCardError::new(WEIGHTS, detail));
-            }
-        };
-        let place = inside.split_once('.').and_then(|(layer, path)| Some((layer.parse::<usize>().ok()?, path)));
-        let (Some((layer, path)), [rows, columns]) = (place.filter(|(layer, _)| *layer < 10_000), &location.shape[..])
-        else {
-            return Err(ModelCardError::new(WEIGHTS, format!("tensor {name} is not a matrix of a decoder layer")));
-        };
-        let rank = if is_b { *columns } else { *rows };
-        ranks.entry((layer, path)).or_default()[usize::from(is_b)] = Some(rank);
+    let stored = stored_modules(&found)?;
+    if stored.is_empty() {
+        return Err(ModelCardError::new(WEIGHTS, "the file has no tensors of an adapter"));
     }
-    let paths: BTreeSet<&str> = ranks.keys().map(|(_, path)| *path).collect();
-    let num_layers = ranks.keys().map(|(layer, _)| layer + 1).max().unwrap_or(0);
-    let selected: Option<u64> =
-        config["layers_to_transform"].as_array().and_then(|list| list.iter().map(Value::as_u64).max()?);
-    let num_layers = num_layers.max(selected.map_or(0, |last| last.min(10_000) as usize + 1)).max(1);
-    let plan = plan_of(&config, &paths.iter().copied().collect::<Vec<&str>>(), num_layers)?;
-    for ((layer, path), found) in &ranks {
-        let wanted = plan.of(*layer, path).map(|rank| rank.r as usize);
-        if *found != [wanted; 2] || wanted.is_none() {
-            let detail = format!(
-                "layers.{layer}.{path} has A and B of ranks {found:?}, and {CONFIG} says {wanted:?}: the two do not belong together"
-            );
-            return Err(ModelCardError::new(WEIGHTS, detail));
-        }
+    for module in &stored {
+        peft.rank_of(module).map_err(refused)?;
     }
+    let num_layers = stored.iter().map(|module| module.layer + 1).max().unwrap_or(1);
     let base_model = config["base_model_name_or_path"].as_str().filter(|name| !name.is_empty()).map(str::to_owned);
     let num_parameters = found.values().map(|location| location.num_elements() as u64).sum();
     Ok(AdapterCard { config, base_model, num_layers, num_parameters })

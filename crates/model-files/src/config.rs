@@ -8,6 +8,7 @@ mod rope;
 use crate::spec::ModelShape;
 use serde_json::Value;
 
+use super::weights::TensorDtype;
 use super::{ModelCardError, brief};
 
 pub use rope::{Rope, RopeKind};
@@ -84,6 +85,8 @@ pub struct ModelDescription {
     /// Rows and columns of a block of weights that shares a scale, for matrices stored in 8 bits; None means one scale
     /// per matrix, if any.
     pub fp8_block: Option<[usize; 2]>,
+    /// Number format to which 8-bit weights are rounded when they are expanded.
+    pub fp8_dtype: TensorDtype,
 }
 
 /// The activation function of an MLP's gate.

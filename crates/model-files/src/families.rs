@@ -19,6 +19,7 @@ use serde_json::Value;
 
 use super::ModelCardError;
 use super::config::{Activation, Keys, LayerNorms, ModelDescription, Projections, QkNorm, Rope, RopeKind, Sizes, rope};
+use super::weights::TensorDtype;
 
 /// A decoder family and its defaults.
 pub(super) struct Family {
@@ -226,6 +227,7 @@ impl ModelDescription {
             logits_softcap: None,
             is_part: false,
             fp8_block,
+            fp8_dtype: fp8_dtype(keys),
         };
         (family.describe)(keys, common)
     }
@@ -271,6 +273,17 @@ fn fp8_block(keys: &Keys<'_>) -> Result<Option<[usize; 2]>, ModelCardError> {
     }
 }
 
+/// Reads the number format to which expanded 8-bit weights are rounded. transformers rounds them to the model's `dtype` (`torch_dtype`
+/// in transformers 4).
+fn fp8_dtype(keys: &Keys<'_>) -> TensorDtype {
+    let dtype = keys.get("dtype").or_else(|| keys.get("torch_dtype")).and_then(Value::as_str);
+    match dtype.filter(|_| is_fp8(keys)) {
+        Some("float32") => TensorDtype::F32,
+        Some("float16") => TensorDtype::F16,
+        _ => TensorDtype::Bf16,
+    }
+}
+
 /// Reads the activation function of the MLP's gate.
 fn activation(keys: &Keys<'_>, (key, usual): (&str, &str)) -> Result<Activation, ModelCardError> {
     let usual = Value::from(usual);
@@ -302,9 +315,20 @@ fn text_part(keys: &Keys<'_>) -> Result<Option<Value>, ModelCardError> {
     if !found.as_str().is_some_and(|name| of_text.contains(&name)) {
         return keys.refuse("text_config.model_type", found, &format!("supported are {}", of_text.join(", ")));
     }
-    // The top-level key `quantization_config` applies to the text part too.
-    if let Some(value) = keys.get("quantization_config") {
-        text.insert("quantization_config".to_owned(), value.clone());
+    // These top-level keys apply to the text part too. transformers ties the head by the top-level key alone, which is true by default in
+    // Gemma3Config and Mistral3Config.
+    for (key, value) in [
+        ("quantization_config", keys.get("quantization_config").cloned()),
+        ("dtype", keys.get("dtype").or_else(|| keys.get("torch_dtype")).cloned()),
+        ("tie_word_embeddings", Some(keys.flag("tie_word_embeddings", true)?.into())),
+    ] {
+        if let Some(value) = value {
+            text.insert(key.to_owned(), value);
+        }
+    }
+    if model_type == Some("gemma3") {
+        // Gemma3ForCausalLM applies this soft cap to its logits, but Gemma3ForConditionalGeneration does not (transformers 5.23.0).
+        text.remove("final_logit_softcapping");
     }
     text.remove("architectures");
     Ok(Some(Value::Object(text)))

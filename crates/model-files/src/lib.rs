@@ -27,7 +27,7 @@ use sha2::{Digest, Sha256};
 
 pub use classifier::{Backbone, ClassifierCard};
 pub use config::{Activation, LayerNorms, ModelDescription, Projections, QkNorm, QueryGrowth, Rope, RopeKind};
-pub use weights::{Scale, Skipped, TensorDtype, TensorLocation};
+pub use weights::{Scale, Skipped, TensorDtype, TensorLocation, precision};
 
 /// The reason why a model directory cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

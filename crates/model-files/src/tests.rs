@@ -44,6 +44,11 @@ fn a_card_says_what_is_known() {
     assert_eq!(card.eos_token_ids, [2]);
     assert_eq!(card.max_position_embeddings, 256);
     assert_eq!(card.num_parameters, 217_920);
+    assert_eq!(precision(&card.tensors).map(TensorDtype::name), Some("f32"));
+    let mut mixed = card.tensors.clone();
+    mixed.iter_mut().filter(|tensor| tensor.shape.len() == 2).for_each(|tensor| tensor.dtype = TensorDtype::F8E4M3);
+    assert_eq!(precision(&mixed).map(TensorDtype::name), Some("fp8"), "the norms are still f32");
+    assert_eq!(precision(&[]), None);
     assert_eq!(card.config.head_dim, 32);
     let names: Vec<&str> = card.files.iter().map(|f| f.name.as_str()).collect();
     let expected =

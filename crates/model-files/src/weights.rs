@@ -37,6 +37,25 @@ impl TensorDtype {
             TensorDtype::F8E4M3 => 1,
         }
     }
+
+    /// Returns the short name of the number format: `f32`, `f16`, `bf16` or `fp8`.
+    pub fn name(self) -> &'static str {
+        match self {
+            TensorDtype::F32 => "f32",
+            TensorDtype::F16 => "f16",
+            TensorDtype::Bf16 => "bf16",
+            TensorDtype::F8E4M3 => "fp8",
+        }
+    }
+}
+
+/// Returns the number format in which most of a model's weights are stored; `None` = there are no tensors.
+pub fn precision(tensors: &[TensorLocation]) -> Option<TensorDtype> {
+    let formats = [TensorDtype::F32, TensorDtype::F16, TensorDtype::Bf16, TensorDtype::F8E4M3];
+    let stored = |dtype: TensorDtype| -> usize {
+        tensors.iter().filter(|tensor| tensor.dtype == dtype).map(TensorLocation::num_elements).sum()
+    };
+    formats.into_iter().filter(|dtype| stored(*dtype) > 0).max_by_key(|dtype| stored(*dtype))
 }
 
 /// The location of a tensor in a safetensors file.
@@ -63,6 +82,8 @@ pub struct Scale {
     pub values: TensorLocation,
     /// Number of rows and columns of a block that shares a scale.
     pub block: [usize; 2],
+    /// Number format to which the products of weight and scale are rounded.
+    pub dtype: TensorDtype,
 }
 
 impl TensorLocation {
@@ -105,7 +126,9 @@ pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<Tensor
     let scales: Vec<(String, Vec<usize>, [usize; 2])> = scales.collect();
     let needed = scales.iter().map(|(name, shape, _)| (name.clone(), shape.clone())).collect();
     let located = locate_spelled(dir, needed, config.is_part)?;
-    let scales = located.into_iter().zip(scales).map(|(values, (_, _, block))| Box::new(Scale { values, block }));
+    let dtype = config.fp8_dtype;
+    let scales =
+        located.into_iter().zip(scales).map(|(values, (_, _, block))| Box::new(Scale { values, block, dtype }));
     for (location, scale) in found.iter_mut().filter(|location| scaled(location)).zip(scales) {
         location.scale = Some(scale);
     }

@@ -5,9 +5,10 @@ use serde_json::json;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::claims::owned_row;
+use super::doctor::result_of;
 use super::events::event_insert;
 use super::journal::journal_trim;
-use super::{Doing, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
+use super::{Doing, JobRow, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::event::Metrics;
 use crate::id::{CheckpointId, JobId};
 use crate::protocol::FileEntry;
@@ -228,6 +229,21 @@ async fn checkpoints(connection: &mut SqliteConnection, job: JobId) -> Result<Ve
         .iter()
         .map(CheckpointRow::read)
         .collect()
+}
+
+/// Returns the id and step of the checkpoint that the verdict of a job compares with the base model: the job's result if it ended
+/// early, otherwise the best checkpoint, otherwise the newest.
+pub(super) async fn judged_checkpoint(
+    connection: &mut SqliteConnection,
+    row: &JobRow,
+) -> Result<Option<(CheckpointId, u64)>, StoreError> {
+    let known = checkpoints(connection, row.id).await?;
+    let steps: Vec<(u64, bool)> = known.iter().map(|checkpoint| (checkpoint.step, checkpoint.best)).collect();
+    let place = match &row.ending {
+        Some(ending) => result_of(ending, &steps),
+        None => Some(steps.iter().position(|(_, best)| *best).unwrap_or(0)),
+    };
+    Ok(place.and_then(|place| known.get(place)).map(|checkpoint| (checkpoint.id, checkpoint.step)))
 }
 
 pub(super) async fn latest_checkpoint(

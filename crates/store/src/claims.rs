@@ -10,7 +10,7 @@ use rlood_types::webhooks::message::{
 use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
 
-use super::artifacts::latest_checkpoint;
+use super::artifacts::{judged_checkpoint, latest_checkpoint};
 use super::attempts::{End, baseline_store, end_store, failure_after, progress, was_interrupted};
 use super::doctor::doctor_rewind;
 use super::events::event_insert;
@@ -244,7 +244,8 @@ impl Store {
                 )
                 .await?;
                 if self.judges
-                    && let Some(task) = verdict_begin(&mut tx, job, &row.plan()?, now).await?
+                    && let Some(judged) = judged_checkpoint(&mut tx, &row).await?
+                    && let Some(task) = verdict_begin(&mut tx, job, &row.plan()?, judged, now).await?
                 {
                     let data = json!({"id": task.id, "checkpoint_id": task.checkpoint, "step": task.step});
                     event_insert(&mut tx, job, &task.event(), now, data).await?;

@@ -125,6 +125,7 @@ impl Store {
     pub async fn hub_model_ready(&self, id: &str, commit: &str, card: &Value, now: i64) -> Result<bool, StoreError> {
         let doing = "mark a model as ready";
         let mut tx = self.begin(doing).await?;
+        let card = &with_notes(card.clone(), model_row(&mut tx, id).await?.map(|row| row.card));
         let done = sqlx::query(
             "UPDATE models SET state = 'ready', problem = NULL, card = ? WHERE id = ? AND commit_sha = ? AND state = 'downloading'",
         )
@@ -187,6 +188,16 @@ impl Store {
         waiting.iter().for_each(|job| self.wake_job(job.id));
         Ok(())
     }
+}
+
+/// Adds what only the earlier record of a model has, such as the new name of its repository, to the record of its complete files.
+fn with_notes(mut card: Value, earlier: Option<Value>) -> Value {
+    if let (Value::Object(card), Some(Value::Object(earlier))) = (&mut card, earlier) {
+        for (name, value) in earlier {
+            card.entry(name).or_insert(value);
+        }
+    }
+    card
 }
 
 async fn waiting_jobs(tx: &mut SqliteConnection, id: &str) -> Result<Vec<JobRow>, StoreError> {

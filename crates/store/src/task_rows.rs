@@ -103,32 +103,20 @@ pub(super) async fn task_row_insert(tx: &mut SqliteConnection, new: NewTask, now
     TaskRow::read(&row)
 }
 
-/// Creates the verdict of a job that succeeded with an evaluation: of its best checkpoint, otherwise its newest. The caller records
-/// the event in the same transaction. `None` if there is nothing to judge.
+/// Creates the verdict of a job that succeeded with an evaluation, on this checkpoint, as (id, step). The caller records the event
+/// in the same transaction. `None` if the job asks for no automatic verdict.
 pub(super) async fn verdict_begin(
     tx: &mut SqliteConnection,
     job: JobId,
     plan: &Plan,
+    (checkpoint, step): (CheckpointId, u64),
     now: i64,
 ) -> Result<Option<TaskRow>, StoreError> {
     if !plan.eval.as_ref().is_some_and(|eval| eval.auto_verdict) {
         return Ok(None);
     }
-    let best = sqlx::query("SELECT id, step FROM checkpoints WHERE job_id = ? ORDER BY best DESC, step DESC LIMIT 1")
-        .bind(job.to_string())
-        .fetch_optional(&mut *tx)
-        .await
-        .doing("read the best checkpoint")?;
-    let Some(best) = best else { return Ok(None) };
-    let sampling = serde_json::to_value(usual_sampling(plan)).map_err(corrupt("request"))?;
-    let new = NewTask {
-        id: VerdictId::new().to_string(),
-        kind: TaskKind::Verdict,
-        job,
-        checkpoint: id_column(&best, "id")?,
-        step: count_column(&best, "step")?,
-        request: sampling,
-    };
+    let request = serde_json::to_value(usual_sampling(plan)).map_err(corrupt("request"))?;
+    let new = NewTask { id: VerdictId::new().to_string(), kind: TaskKind::Verdict, job, checkpoint, step, request };
     task_row_insert(tx, new, now).await.map(Some)
 }
 

@@ -80,6 +80,51 @@ pub fn environment(fuel: u64) -> Environment<'static> {
     environment
 }
 
+/// Error text for a null in a text, in an environment that refuses it.
+pub const NULL_IN_TEXT: &str = "a null value cannot be part of a text";
+
+/// Makes an environment refuse null as a part of a text, which Jinja writes as `None`: for templates whose text is stored as
+/// data. Chat templates must write what Jinja writes.
+pub fn refuse_nulls(environment: &mut Environment<'static>) {
+    operators::refuse_nulls(environment);
+    environment.set_unknown_method_callback(|state, value, name, args| {
+        match (value.kind(), name) {
+            (ValueKind::String, "format") => refuse_null_in(args)?,
+            (ValueKind::String, "join") => args.iter().try_for_each(refuse_null_items)?,
+            _ => {}
+        }
+        method(state, value, name, args)
+    });
+    for (name, cost, filter) in charged_filters() {
+        let check: Check = match cost {
+            Cost::Text | Cost::Escaped | Cost::Indent | Cost::Split | Cost::Strip => {
+                |args| args.first().map_or(Ok(()), refuse_null)
+            }
+            Cost::Replace | Cost::Printf | Cost::Format => refuse_null_in,
+            Cost::Join => |args| args.first().map_or(Ok(()), refuse_null_items),
+            _ => continue,
+        };
+        environment.add_filter(name, checked(check, cost, filter));
+    }
+}
+
+fn refuse_null(value: &Value) -> Result<(), Error> {
+    if value.is_none() { Err(Error::new(ErrorKind::InvalidOperation, NULL_IN_TEXT)) } else { Ok(()) }
+}
+
+pub(super) fn refuse_null_in(values: &[Value]) -> Result<(), Error> {
+    values.iter().try_for_each(refuse_null)
+}
+
+/// Refuses null, and a list that contains null.
+fn refuse_null_items(value: &Value) -> Result<(), Error> {
+    refuse_null(value)?;
+    if value.kind() != ValueKind::Seq {
+        return Ok(());
+    }
+    value.try_iter()?.try_for_each(|item| refuse_null(&item))
+}
+
 /// Implements `raise_exception`: fails with the template's message.
 pub fn raise(message: &Value) -> Result<Value, Error> {
     charge(budget::text_bytes(message)?)?;
@@ -91,8 +136,20 @@ fn charged(
     cost: Cost,
     function: Value,
 ) -> impl Fn(&mut State<'_, '_>, Rest<ValueOrKwargs>) -> Result<Value, Error> + Send + Sync + 'static {
+    checked(|_| Ok(()), cost, function)
+}
+
+/// A check of a call's arguments.
+type Check = fn(&[Value]) -> Result<(), Error>;
+
+fn checked(
+    check: Check,
+    cost: Cost,
+    function: Value,
+) -> impl Fn(&mut State<'_, '_>, Rest<ValueOrKwargs>) -> Result<Value, Error> + Send + Sync + 'static {
     move |state, args| {
         let args = args.into_values();
+        check(&args)?;
         charge_call(state, cost, &args)?;
         checked_result(cost, function.call(state, &args)?)
     }

@@ -19,7 +19,7 @@ use minijinja::value::{Enumerator, Object, ObjectRepr};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
 pub use budget::charge;
-pub use filters::{environment, raise};
+pub use filters::{NULL_IN_TEXT, environment, raise, refuse_nulls};
 pub use operators::install as limit_operators;
 use program::Program;
 

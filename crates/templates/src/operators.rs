@@ -6,6 +6,7 @@ use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::budget::{self, ITEM_BYTES, charge, charge_read};
+use super::filters::refuse_null_in;
 
 type BudgetCheck = fn(&[Value]) -> Result<(), Error>;
 
@@ -49,6 +50,15 @@ pub fn install(environment: &mut Environment<'static>) {
         Ok(value.into_value())
     });
     environment.add_filter("=whole", budget::materialize);
+}
+
+/// Replaces the check of `~` by one that also refuses null.
+pub(super) fn refuse_nulls(environment: &mut Environment<'static>) {
+    environment.add_filter("=concat", |values: Rest<Value>| -> Result<Value, Error> {
+        refuse_null_in(&values)?;
+        concat(&values)?;
+        Ok(values.0.into_iter().rev().collect())
+    });
 }
 
 /// Returns a compiled instruction with the budget checks before and after it. `top` is the value on top of the stack, if known.

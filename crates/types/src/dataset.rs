@@ -1,4 +1,4 @@
-//! Datasets, and how ndjson, CSV, TSV and JSON are parsed into them: incrementally, with the line number of every bad row.
+//! Datasets, and how ndjson, CSV, TSV and JSON are parsed into them: incrementally, with the place of every bad row.
 //!
 //! A dataset consists of rows. A row is a JSON object with a `prompt` (a non-empty string, or a non-empty list of chat messages)
 //! and any other columns, which are sent to the rewards. The canonical form is ndjson: one compact object per line, with keys in
@@ -7,6 +7,7 @@
 //! This file is longer than others because the reader and the checks of a row share their wording and limits.
 
 mod answer;
+mod place;
 pub mod presets;
 mod recipe;
 mod split;
@@ -15,6 +16,7 @@ use serde_json::{Map, Value};
 
 use crate::strict_json;
 pub use answer::{Answered, COMPLETION, answered};
+pub use place::RowPlace;
 pub use recipe::{InvalidRecipe, Map as RecipeMap, Recipe, Unique};
 use split::{CsvSplit, JsonSplit, LineSplit};
 
@@ -75,11 +77,11 @@ impl Format {
     }
 }
 
-/// An error in one row, or in the whole dataset (line 0).
+/// An error in one row, or in the whole dataset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowError {
-    /// Line on which the row begins, counted from 1.
-    pub line: u64,
+    /// Where the row is in its file.
+    pub place: RowPlace,
     /// Stable error code in snake_case.
     pub code: &'static str,
     /// Explanation of the error, and how to fix it.
@@ -90,7 +92,7 @@ pub struct RowError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{num_errors} bad rows")]
 pub struct Rejected {
-    /// Errors in the order of the lines.
+    /// Errors in the order of the rows.
     pub errors: Vec<RowError>,
     /// Total number of errors.
     pub num_errors: u64,
@@ -108,7 +110,10 @@ pub struct Summary {
 /// Parses rows from chunks of bytes, with one row in memory at a time. Blocking. The content of the rows is not checked.
 #[derive(Debug)]
 pub struct RowReader {
+    format: Format,
     split: Split,
+    /// Number of rows so far.
+    rows: u64,
     limit: usize,
     /// Column that the header of a CSV file must have.
     needed: Option<&'static str>,
@@ -126,8 +131,8 @@ enum Split {
     Json(JsonSplit),
 }
 
-/// Callback that receives each row with its line (counted from 1), or the reason why the row cannot be parsed.
-pub type OnRow<'r> = dyn FnMut(u64, Result<Value, RowError>) + 'r;
+/// Callback that receives each row with its place, or the reason why the row cannot be parsed.
+pub type OnRow<'r> = dyn FnMut(RowPlace, Result<Value, RowError>) + 'r;
 
 impl RowReader {
     /// Creates a parser for a format, with a maximum row size in bytes.
@@ -138,7 +143,17 @@ impl RowReader {
             Format::Tsv => Split::Csv(CsvSplit::new(limit, b'\t')),
             Format::Json => Split::Json(JsonSplit::new(limit)),
         };
-        Self { split, limit, needed: None, start: Vec::new(), begun: false, header: None, stopped: false }
+        Self {
+            format,
+            split,
+            rows: 0,
+            limit,
+            needed: None,
+            start: Vec::new(),
+            begun: false,
+            header: None,
+            stopped: false,
+        }
     }
 
     /// Parses the next bytes.
@@ -159,9 +174,9 @@ impl RowReader {
         if !self.begun {
             self.begin(row);
         }
-        let mut taken =
-            RowParser { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
-        match &mut self.split {
+        let Self { format, split, rows, limit, needed, header, stopped, start: _, begun: _ } = self;
+        let mut taken = RowParser { format: *format, rows, limit: *limit, needed: *needed, header, stopped };
+        match split {
             Split::Lines(lines) => lines.finish(&mut |line, text| taken.json(line, text, row)),
             Split::Csv(csv) => csv.finish(&mut |line, fields| taken.csv(line, fields, row)),
             Split::Json(json) => json.finish(&mut |line, text| taken.json(line, text, row)),
@@ -172,7 +187,8 @@ impl RowReader {
         self.begun = true;
         let start = std::mem::take(&mut self.start);
         let mut refuse = |code: &'static str, detail: &str| {
-            row(1, Err(RowError { line: 1, code, detail: detail.to_owned() }));
+            let place = RowPlace::Line(1);
+            row(place, Err(RowError { place, code, detail: detail.to_owned() }));
             true
         };
         if start.starts_with(b"\xff\xfe") || start.starts_with(b"\xfe\xff") {
@@ -190,9 +206,9 @@ impl RowReader {
         if self.stopped {
             return;
         }
-        let mut taken =
-            RowParser { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
-        match &mut self.split {
+        let Self { format, split, rows, limit, needed, header, stopped, start: _, begun: _ } = self;
+        let mut taken = RowParser { format: *format, rows, limit: *limit, needed: *needed, header, stopped };
+        match split {
             Split::Lines(lines) => lines.push(bytes, &mut |line, text| taken.json(line, text, row)),
             Split::Csv(csv) => csv.push(bytes, &mut |line, fields| taken.csv(line, fields, row)),
             Split::Json(json) => json.push(bytes, &mut |line, text| taken.json(line, text, row)),
@@ -205,6 +221,8 @@ type Raw<'a, T> = Result<T, split::Broken<'a>>;
 
 /// Converts a splitter's raw rows (bytes or CSV fields) to JSON objects.
 struct RowParser<'t> {
+    format: Format,
+    rows: &'t mut u64,
     limit: usize,
     needed: Option<&'static str>,
     header: &'t mut Option<Vec<String>>,
@@ -212,9 +230,23 @@ struct RowParser<'t> {
 }
 
 impl RowParser<'_> {
+    /// Counts a row that begins on this line, and returns its place.
+    fn next_place(&mut self, line: u64) -> RowPlace {
+        *self.rows += 1;
+        match self.format {
+            Format::Ndjson => RowPlace::Line(line),
+            Format::Csv | Format::Tsv | Format::Json => RowPlace::Row(*self.rows),
+        }
+    }
+
     fn json(&mut self, line: u64, text: Raw<'_, &[u8]>, row: &mut OnRow<'_>) {
-        let Some(text) = self.whole(line, text, row) else { return };
-        let wrong = |code: &'static str, detail: String| Err(RowError { line, code, detail });
+        let place = match &text {
+            // An error between two rows, in the brackets and commas of a JSON list.
+            Err(broken) if broken.code == "json" => RowPlace::Line(line),
+            _ => self.next_place(line),
+        };
+        let Some(text) = self.whole(place, text, row) else { return };
+        let wrong = |code: &'static str, detail: String| Err(RowError { place, code, detail });
         let read = match strict_json::read(text) {
             Ok(value) => Ok(value),
             Err(_) if std::str::from_utf8(text).is_err() => {
@@ -233,12 +265,13 @@ impl RowParser<'_> {
                 }
             }
         };
-        row(line, read);
+        row(place, read);
     }
 
     fn csv(&mut self, line: u64, fields: Raw<'_, &[Vec<u8>]>, row: &mut OnRow<'_>) {
-        let Some(fields) = self.whole(line, fields, row) else { return };
-        let mut wrong = |code: &'static str, detail: String| row(line, Err(RowError { line, code, detail }));
+        let place = if self.header.is_none() { RowPlace::Line(line) } else { self.next_place(line) };
+        let Some(fields) = self.whole(place, fields, row) else { return };
+        let mut wrong = |code: &'static str, detail: String| row(place, Err(RowError { place, code, detail }));
         let mut texts = Vec::with_capacity(fields.len());
         for field in fields {
             match std::str::from_utf8(field) {
@@ -266,11 +299,11 @@ impl RowParser<'_> {
         }
         let fields: Map<String, Value> =
             header.iter().cloned().zip(texts.into_iter().map(|text| Value::String(text.to_owned()))).collect();
-        row(line, Ok(Value::Object(fields)));
+        row(place, Ok(Value::Object(fields)));
     }
 
     /// Returns the row as JSON; fails if the splitter could not find the row's end.
-    fn whole<T>(&mut self, line: u64, raw: Raw<'_, T>, row: &mut OnRow<'_>) -> Option<T> {
+    fn whole<T>(&mut self, place: RowPlace, raw: Raw<'_, T>, row: &mut OnRow<'_>) -> Option<T> {
         if *self.stopped {
             return None;
         }
@@ -281,7 +314,7 @@ impl RowParser<'_> {
                     "row_too_long" => format!("the row is longer than {} MiB, which is the maximum", self.limit >> 20),
                     _ => detail.to_owned(),
                 };
-                row(line, Err(RowError { line, code, detail }));
+                row(place, Err(RowError { place, code, detail }));
                 *self.stopped = last;
                 None
             }
@@ -332,7 +365,7 @@ impl Reader {
     /// still read to find every bad row.
     pub fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
         let Self { rows, written } = self;
-        rows.push(bytes, &mut |line, row| written.add(line, row, out));
+        rows.push(bytes, &mut |place, row| written.add(place, row, out));
     }
 
     /// Ends the input of the reader.
@@ -341,7 +374,7 @@ impl Reader {
     /// Returns everything that is wrong with the dataset.
     pub fn finish(mut self, out: &mut Vec<u8>) -> Result<Summary, Rejected> {
         let Self { rows, written } = &mut self;
-        rows.finish(&mut |line, row| written.add(line, row, out));
+        rows.finish(&mut |place, row| written.add(place, row, out));
         self.written.finish()
     }
 }
@@ -357,10 +390,10 @@ pub struct Rows {
 
 impl Rows {
     /// Adds a row, or counts an error in its place. The row is appended to `out` unless an earlier row was bad.
-    pub fn add(&mut self, line: u64, row: Result<Value, RowError>, out: &mut Vec<u8>) {
+    pub fn add(&mut self, place: RowPlace, row: Result<Value, RowError>, out: &mut Vec<u8>) {
         match row {
-            Ok(value) => self.add_value(line, &value, out),
-            Err(RowError { line, code, detail }) => self.error(line, code, detail),
+            Ok(value) => self.add_value(place, &value, out),
+            Err(RowError { place, code, detail }) => self.error(place, code, detail),
         }
     }
 
@@ -375,14 +408,14 @@ impl Rows {
     }
 
     /// Adds a row that was parsed already; see [`Rows::add`].
-    pub fn add_value(&mut self, line: u64, value: &Value, out: &mut Vec<u8>) {
+    pub fn add_value(&mut self, place: RowPlace, value: &Value, out: &mut Vec<u8>) {
         let row = match (check_row(value), value) {
             (Ok(row), _) => row,
             // Rows of a file can be mapped before they are checked, so the error suggests a mapping.
             (Err((code @ "missing_prompt", _)), Value::Object(row)) => {
-                return self.error(line, code, presets::advice(row));
+                return self.error(place, code, presets::advice(row));
             }
-            (Err((code, detail)), _) => return self.error(line, code, detail),
+            (Err((code, detail)), _) => return self.error(place, code, detail),
         };
         for name in row.keys() {
             // Most rows have the same columns, so a linear search of the short column list is fast.
@@ -390,7 +423,7 @@ impl Rows {
                 if self.columns.len() == MAX_COLUMNS {
                     let detail =
                         format!("more than {MAX_COLUMNS} different columns; '{}' is one too many", brief(name));
-                    return self.error(line, "too_many_columns", detail);
+                    return self.error(place, "too_many_columns", detail);
                 }
                 self.columns.push(name.clone());
             }
@@ -401,16 +434,16 @@ impl Rows {
             // Writing a `Value` to a `Vec` cannot fail.
             if serde_json::to_writer(&mut *out, value).is_err() || out.len() - begin > MAX_ROW_BYTES {
                 out.truncate(begin);
-                return self.error(line, "row_too_long", too_long());
+                return self.error(place, "row_too_long", too_long());
             }
             out.push(b'\n');
         }
     }
 
-    fn error(&mut self, line: u64, code: &'static str, detail: String) {
+    fn error(&mut self, place: RowPlace, code: &'static str, detail: String) {
         self.num_errors += 1;
         if self.errors.len() < MAX_ERRORS {
-            self.errors.push(RowError { line, code, detail });
+            self.errors.push(RowError { place, code, detail });
         }
     }
 
@@ -420,7 +453,11 @@ impl Rows {
     /// Returns everything that is wrong with the dataset.
     pub fn finish(mut self) -> Result<Summary, Rejected> {
         if self.num_rows == 0 && self.num_errors == 0 {
-            self.error(0, "empty", "the dataset has no rows: at least one with a 'prompt' is needed".to_owned());
+            self.error(
+                RowPlace::File,
+                "empty",
+                "the dataset has no rows: at least one with a 'prompt' is needed".to_owned(),
+            );
         }
         if self.num_errors > 0 {
             return Err(Rejected { errors: self.errors, num_errors: self.num_errors });

@@ -37,7 +37,7 @@ mod verdict;
 mod warm;
 mod warm_up;
 
-pub use adapter::ModuleRank;
+pub use adapter::{ModuleRank, PeftConfig, StoredModule};
 pub use document::{JobSpec, Labels, TrainingSpec, read_labels, submittable, submittable_dataset};
 pub use estimate::Estimate;
 pub use evaluation::{
@@ -57,7 +57,8 @@ pub use rewards::{Formula, JsonSchema, SampleTemplate, read_single_reward};
 pub use schema::{DraftDocument, DraftPlan, FormDocument, JobDocument};
 pub use secrets::{eval_secret_name, guard_secret_name};
 pub use settings::settings_page;
-pub use sources::{DatasetSource, HubDataset, MixedSource};
+pub use sources::{DatasetSource, HubDataset, MappedSource, MixedSource};
+pub(crate) use verdict::usual_temperature;
 pub use verdict::{VerdictDocument, VerdictSampling, VerdictSpec};
 pub use warm::WarmStartFacts;
 pub use warm_up::WarmUpSpec;

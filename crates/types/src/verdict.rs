@@ -18,7 +18,7 @@ use crate::event::FinishReason;
 use crate::id::JobId;
 use crate::one_shot::ChildLine;
 use crate::preflight::verdict::{combined_range, range_of};
-use crate::spec::{Plan, RewardPlan, RewardSecrets};
+use crate::spec::{Plan, RewardPlan, RewardSecrets, usual_temperature};
 
 pub use crate::spec::VerdictSampling;
 
@@ -56,13 +56,14 @@ pub struct JudgeTask {
     pub memory_limit_bytes: Option<u64>,
 }
 
-/// Returns the sampling of the job's evaluation. A completion passes with the highest possible reward, if that is known.
+/// Returns the sampling of the job's evaluation; several completions per row are never greedy. A completion passes with the highest
+/// possible reward, if that is known.
 pub fn usual_sampling(plan: &Plan) -> VerdictSampling {
-    let eval = plan.eval.as_ref();
     let ranges: Vec<_> = judging_rewards(plan).iter().map(range_of).collect();
+    let num_generations = plan.eval.as_ref().map_or(1, |eval| eval.num_generations);
     VerdictSampling {
-        num_generations: eval.map_or(1, |eval| eval.num_generations),
-        temperature: eval.map_or(0.0, |eval| eval.temperature),
+        num_generations,
+        temperature: usual_temperature(plan, num_generations),
         pass_threshold: combined_range(judging_rewards(plan), &ranges).map(|(_, highest)| highest),
     }
 }
@@ -438,7 +439,7 @@ fn summary(verdict: VerdictWord, test: &PairedRows, guard: Option<&GuardResult>)
 fn note(test: &PairedRows, guard: Option<&GuardResult>, optimistic: bool) -> Option<String> {
     let mut notes = Vec::new();
     if optimistic {
-        notes.push("the checkpoint was chosen with these rows too, so the result is optimistic".to_owned());
+        notes.push("these rows also chose this checkpoint: optimistic".to_owned());
     }
     let missing = test.missing_rows + guard.map_or(0, |guard| guard.rows.missing_rows);
     if missing > 0 {

@@ -237,6 +237,7 @@ impl Preflight {
             rows: self.prompts[..used].to_vec(),
             eval_rows: Vec::new(),
             warm_up_rows: Vec::new(),
+            judged_keys: Vec::new(),
             resume: None,
             initial_adapter: self.initial.clone(),
             scratch_dir: &self.scratch,

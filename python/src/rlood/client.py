@@ -18,7 +18,7 @@ from . import types
 from .connection import opener
 from .errors import Error
 from .profile import Profile
-from .transfer import CUT, MOST_TRIES, FilePath, download_folder, events, form, media_type, pause_s, pieces_of, query_string
+from .transfer import CUT, MOST_TRIES, FilePath, download_folder, events_of_job, form, media_type, pause_s, pieces_of, query_string
 
 TIMEOUT_S, WORK_TIMEOUT_S, LONGEST_WAIT_S = 60.0, 180.0, 30.0
 Rows = Iterable[Dict[str, Any]]
@@ -117,7 +117,7 @@ class Client:
         return self._until_over(timeout, f"job {id}", ask)
 
     def watch(self, id: str, after: int = 0) -> Iterator[types.Event]:
-        """Yields the events of a job after this `seq` as they happen, each once and in order, until the job is finished.
+        """Yields the events of a job after this `seq` as they happen, each once and in order, until the job (not its verdict) is finished.
 
         If the server has removed old events, an event of type `removed` replaces all events up to its `seq`."""
         failed = 0
@@ -125,7 +125,7 @@ class Client:
             headers, cause = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}, "the stream ended"
             try:
                 with self._open("GET", f"/jobs/{id}/events", headers=headers) as stream:
-                    for name, data in events(stream):
+                    for name, data in events_of_job(stream, after, lambda: self.job(id)):
                         if name == "end":
                             return
                         event = data if "seq" in data else {"seq": data["to_seq"], "type": name, "data": data}

@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import itertools
 import json
+import math
 import os
 import random
 import tarfile
@@ -21,6 +22,7 @@ from .errors import Error
 FilePath = Union[str, "os.PathLike[str]"]
 CUT = (OSError, http.client.HTTPException)  # exceptions of a connection that fails or is interrupted
 MOST_TRIES, DAMAGED_TRIES, PIECE_BYTES = 9, 3, 1 << 18
+ENDS = ("job.succeeded", "job.failed", "job.cancelled")  # events with which a job finishes
 
 
 def pause_s(failed: int) -> float:
@@ -60,6 +62,26 @@ def events(stream: Iterable[bytes]) -> Iterator[Tuple[str, Any]]:
             if data:
                 yield name, json.loads("\n".join(data))
             name, data = "", []
+
+
+def events_of_job(stream: Iterable[bytes], after: int, job: Callable[[], Any]) -> Iterator[Tuple[str, Any]]:
+    """Yields the events after `after` until the job is finished. The stream goes on until the job's verdict is complete, too."""
+
+    def last_seq() -> float:
+        now = job()
+        return now["last_seq"] if f"job.{now['state']}" in ENDS else math.inf
+
+    last = last_seq()
+    if after < last:
+        for name, data in events(stream):
+            yield name, data
+            if name in ENDS:
+                last = last_seq()
+            if data.get("seq", data.get("to_seq", after)) >= last:
+                break
+        else:
+            return  # the connection was closed
+    yield "end", None
 
 
 def form(fields: Dict[str, str], file_name: str, size_bytes: int, pieces: Callable[[], Iterable[bytes]]):

@@ -11,7 +11,7 @@ use crate::engine;
 use crate::engine::host::PromptRow;
 use crate::engine::text::Text;
 use crate::spec::footprint::{Footprint, Place};
-use crate::spec::{Context, DatasetFacts, FieldError, JobSpec, ModelFacts, Plan, resolve};
+use crate::spec::{Context, DatasetFacts, FieldError, JobSpec, ModelFacts, Plan, PromptLengths, resolve};
 
 /// Returns prompts with the requested number of tokens: words of the random model, or decoded tokens of a given one.
 pub(super) fn rows(setting: &Setting<'_>, count: usize) -> Result<Vec<PromptRow>, BenchError> {
@@ -58,6 +58,7 @@ pub(super) fn plan(
     }
     let card = &setting.card;
     let records: Vec<Value> = rows.iter().map(|row| json!({"prompt": row.prompt})).collect();
+    let longest = PromptLengths { longest: u64::from(args.prompt_len), ..PromptLengths::default() };
     let context = Context {
         model: Some(ModelFacts {
             id: "bench".to_owned(),
@@ -70,7 +71,7 @@ pub(super) fn plan(
             modules: card.config.module_names(),
             beyond_gpu: card.config.beyond_gpu(),
         }),
-        dataset: Some(DatasetFacts::of_records(&records)),
+        dataset: Some(DatasetFacts { prompt_lengths: Some(longest), ..DatasetFacts::of_records(&records) }),
         memory_limit_bytes: machine_memory_bytes(),
         places: vec![place(args.device)],
         ..Context::default()

@@ -107,6 +107,7 @@ fn input<'a>(
         rows,
         eval_rows: Vec::new(),
         warm_up_rows: Vec::new(),
+        judged_keys: Vec::new(),
         resume: None,
         initial_adapter: None,
         scratch_dir,

@@ -3,13 +3,12 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{AppState, Caller, Found, MAX_COUNTED_BYTES, MAX_COUNTED_ROWS, Model, text_bytes};
 use crate::dataset::{Answered, COMPLETION, PROMPT, Recipe, answered};
-use crate::http::dataset_sources::{Files, convert_files, stored};
 use crate::http::error::{Problem, chain};
-use crate::http::prompts::{Place, Prompts, Source};
+use crate::http::prompts::{Place, Prompts, files_of};
 use crate::spec::{DatasetSource, FieldError, JobSpec, PromptLengths, Warning};
 
 const AT: &str = "/warm_up/dataset";
@@ -26,8 +25,9 @@ pub(super) async fn find(
 ) -> Result<Option<Prompts>, Problem> {
     let Some(warm_up) = &mut spec.warm_up else { return Ok(None) };
     let map = warm_up.map.clone();
-    // The rows of a hub dataset are already mapped when they are read.
-    let is_mapped_later = map.is_some() && !matches!(warm_up.dataset, Some(DatasetSource::Hub(_)));
+    // The rows of a source with a map of its own are already mapped when they are read.
+    let is_mapped_later =
+        map.is_some() && !matches!(warm_up.dataset, Some(DatasetSource::Hub(_) | DatasetSource::Mapped(_)));
     let place = Place { answers: true, ..Place::new(AT, chat_default) };
     let found = Prompts::find(state, caller, warm_up.dataset.as_mut(), &place, errors).await?;
     let rows = match found {
@@ -35,33 +35,8 @@ pub(super) async fn find(
         found => return Ok(found),
     };
     let recipe = Recipe { map, ..Recipe::default() };
-    match convert_files(state, files_of(state, rows).await?, recipe, (chat_default, true)).await {
-        Ok((summary, staged, origin)) => Ok(Some(Prompts::of_file(AT, summary, staged, Some(origin)))),
-        Err(problem) if problem.code().status().is_client_error() => {
-            errors.push(FieldError::new(AT, problem.code().as_str(), problem.detail()));
-            Ok(None)
-        }
-        Err(problem) => Err(problem),
-    }
-}
-
-/// Returns the warm-up rows as a file to which the mapping can be applied.
-async fn files_of(state: &AppState, rows: Prompts) -> Result<Files, Problem> {
-    let origin = rows.source.origin().unwrap_or_else(|| json!({}));
-    match rows.source {
-        Source::Stored(path) => Ok(stored("the dataset", path, origin, None)),
-        source => {
-            let mut staged = state.files.stage(u64::MAX).await?;
-            let Source::Records(records) = source else {
-                return Err(Problem::internal("the rows of several dataset sources cannot be mapped together"));
-            };
-            for record in &records {
-                staged.write(format!("{record}\n").as_bytes()).await?;
-            }
-            let staged = staged.finish().await?;
-            Ok(stored("records", staged.path().to_owned(), origin, Some(staged)))
-        }
-    }
+    let files = files_of(state, rows).await;
+    Prompts::of_files(state, files, recipe, &place, errors).await
 }
 
 /// Checks the answer of each warm-up row and counts its tokens, until `stop` is set. Blocking.

@@ -10,7 +10,7 @@ use super::super::error::{Code, Problem, shortened};
 use super::super::reach;
 use super::super::storage::check_room_for_model;
 use super::find::{find, private_id, taken};
-use super::{read_card, record};
+use super::{RENAMED_TO, read_card, record};
 use crate::config::HubTokenFor;
 use crate::error_text::with_causes;
 use crate::hub::{FileHash, Hub, HubError, HubSettings, Repo, RepoKind, RepoPlan, find_cached, verify_cached};
@@ -167,7 +167,11 @@ async fn outline(
         let (card, files) = read_card(&folder).map_err(|problem| problem.detail().to_owned())?;
         let sha256 = announced_fingerprint(&folder, &files, &plan)?;
         // No stamp of the files yet, because they are not downloaded.
-        record(&card, "").map(|card| (card, sha256)).map_err(|problem| problem.detail().to_owned())
+        let mut card = record(&card, "").map_err(|problem| problem.detail().to_owned())?;
+        if let Some(name) = plan.renamed_to {
+            card[RENAMED_TO] = name.into();
+        }
+        Ok::<_, String>((card, sha256))
     });
     let (card, sha256) = described.await.map_err(Problem::internal)?.map_err(|detail| unusable(&id, &detail))?;
     let new = NewHubModel { id, source, sha256, card, owner, is_private, origin, is_ready: false };
@@ -284,6 +288,7 @@ pub(in crate::http) fn problem(error: &HubError) -> Problem {
         HubError::Offline { .. } => (Code::InvalidModel, "hub_offline"),
         HubError::Gated { .. } => (Code::InvalidModel, "gated"),
         HubError::NoRepository { .. } => (Code::InvalidModel, "unknown_repository"),
+        HubError::WrongKind { .. } => (Code::InvalidModel, "wrong_kind"),
         HubError::BadToken => (Code::InvalidModel, "bad_token"),
         HubError::NoRevision { .. } => (Code::InvalidModel, "unknown_revision"),
         HubError::NoSpace { .. } => (Code::StorageFull, "too_large"),

@@ -100,8 +100,8 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
         failed("internal", "the server's database failed: try again")
     };
     let plan = store.job_get(row.job).await.and_then(|job| job.plan()).map_err(internal)?;
-    if let Some(detail) = python_rewards::withdrawn(&state.config.python_rewards, &plan) {
-        return Err(failed("python_rewards_off", detail));
+    if let Some(withdrawn) = python_rewards::withdrawn(state, row.job, &plan).await.map_err(internal)? {
+        return Err(failed("python_rewards_off", withdrawn.detail));
     }
     let checkpoint = store.checkpoint_get(row.checkpoint).await.map_err(|error| match error {
         StoreError::NotFound { .. } => failed("no_such_checkpoint", "the checkpoint was removed in the meantime"),

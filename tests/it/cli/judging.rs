@@ -6,7 +6,7 @@ use super::{User, named, start};
 use crate::processes::Server;
 
 /// A job with an evaluation of this many rows, which the model's random completions win or lose by chance.
-async fn judged(server: &Server, user: &User, rows: u64, rate: f64) -> String {
+fn evaluated(rows: u64, rate: f64) -> Value {
     let mut job = named("judged", 4);
     let records: Vec<Value> =
         (0..rows).map(|n| json!({"prompt": format!("Say the number {n} in a few words.")})).collect();
@@ -14,7 +14,12 @@ async fn judged(server: &Server, user: &User, rows: u64, rate: f64) -> String {
     job["rewards"] = json!([{"type": "regex", "pattern": "[a-m]"}]);
     job["rloo"]["num_generations"] = json!(4);
     job["optimizer"]["learning_rate"] = json!(rate);
-    let id = user.submit(&job);
+    job
+}
+
+/// Returns the id of such a job that succeeded.
+async fn judged(server: &Server, user: &User, rows: u64, rate: f64) -> String {
+    let id = user.submit(&evaluated(rows, rate));
     server.job_in_state(&id, "succeeded").await;
     id
 }
@@ -37,7 +42,7 @@ async fn a_verdict_is_begun_followed_and_shown_and_its_exit_code_is_its_word() {
         format!("won {}, lost {}, tied {}", result["won"], result["lost"], result["tied"]),
         known["checkpoint_id"].as_str().unwrap().to_owned(),
         "95 % interval".to_owned(),
-        "the checkpoint was chosen with these rows too, so the result is optimistic".to_owned(),
+        "these rows also chose this checkpoint: optimistic".to_owned(),
     ] {
         assert!(first.out.contains(&said), "{said}: {first:?}");
     }
@@ -50,6 +55,31 @@ async fn a_verdict_is_begun_followed_and_shown_and_its_exit_code_is_its_word() {
     assert_eq!(other["sampling"]["num_generations"], 4);
     let shown = user.run(&["verdict", &id]);
     assert!(shown.out.contains("pass@4"), "{shown:?}");
+}
+
+#[tokio::test]
+async fn the_events_of_a_job_are_followed_to_its_end_and_not_to_that_of_its_verdict() {
+    let (server, user) = start("cpu");
+    let mut job = evaluated(40, 0.05);
+    job["sampling"]["max_completion_length"] = json!(64);
+    let id = user.submit(&job);
+    server.job_in_state(&id, "succeeded").await;
+    let events = user.run(&["events", &id, "--json"]).json();
+    let last = events["data"].as_array().unwrap().last().unwrap()["seq"].to_string();
+    // It takes so long that it is still running when the commands below are done.
+    let request = json!({"num_generations": 64, "temperature": 1.0});
+    let verdict = server.post(&format!("/jobs/{id}/verdict"), &request).await["id"].as_str().unwrap().to_owned();
+    let followed = user.run(&["events", &id, "-f", "--json"]).ok();
+    let kinds: Vec<Value> = followed.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(kinds.iter().any(|event| event["type"] == "job.succeeded"), "{followed}");
+    assert_eq!(kinds.last().unwrap()["type"], "verdict.queued", "{followed}");
+    let rest = user.run(&["events", &id, "-f", "--after", &last, "--json"]).ok();
+    assert_eq!(rest.lines().count(), 1, "{rest}");
+    user.run(&["watch", &id]).ok();
+    let state = server.get(&format!("/verdicts/{verdict}")).await["state"].clone();
+    assert!(state == "queued" || state == "running", "{state}");
+    server.post(&format!("/verdicts/{verdict}/cancel"), &json!({})).await;
+    assert!(user.run(&["events", &id, "-f"]).ok().contains("verdict.cancelled"));
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::context::{Common, Context};
 use crate::error::CliError;
-use crate::follow::{OutageRetry, detached, exit_code, report_outcome};
+use crate::follow::{OutageRetry, detached, exit_code, is_finished, report_outcome};
 use crate::listing::Listing;
 use crate::names;
 use crate::output::{clean, shown};
@@ -52,32 +52,47 @@ pub async fn run(context: &Context, args: &Events) -> Result<u8, CliError> {
     Ok(0)
 }
 
-/// Prints events until the job finishes, and returns the job.
+/// Prints events until the job finishes, and returns the job. The server ends its stream later if the job has a verdict: when that
+/// is complete.
 async fn follow(context: &Context, id: JobId, after: i64) -> Result<Value, CliError> {
     let mut outage = OutageRetry::default();
     let mut updates = context.client.follow_job(id, after);
+    let mut job = read_job(context, &mut outage, id).await?;
     loop {
+        let last = job["last_seq"].as_i64().filter(|last| is_finished(&job) && after <= *last);
+        if last.is_some_and(|last| updates.last_seq() >= last) {
+            return Ok(job);
+        }
         let update = updates.next().await;
         let Some(update) = outage.unwrap_or_wait(&context.out, update).await? else {
             updates = context.client.follow_job(id, updates.last_seq());
             continue;
         };
         match update {
-            Some(JobUpdate::Event(_)) if context.out.json => context.out.json(updates.last_json())?,
-            Some(JobUpdate::Event(_)) => {
-                // The client parsed the event's text before, so parsing it again cannot fail.
-                let event = serde_json::from_str(updates.last_json()).unwrap_or_default();
-                print(context, &event)?;
+            Some(JobUpdate::Event(event)) => {
+                if context.out.json {
+                    context.out.json(updates.last_json())?;
+                } else {
+                    // The client parsed the event's text before, so parsing it again cannot fail.
+                    print(context, &serde_json::from_str(updates.last_json()).unwrap_or_default())?;
+                }
+                if matches!(event.kind.as_str(), "job.succeeded" | "job.failed" | "job.cancelled") {
+                    job = read_job(context, &mut outage, id).await?;
+                }
             }
             Some(JobUpdate::Removed { to_seq }) => {
                 context.out.note(format!("the server removed the job's events up to number {to_seq}, because they were past its retention time"));
             }
-            Some(JobUpdate::End { .. }) | None => loop {
-                let job = context.client.raw_get(&["jobs", &id.to_string()]).send().await;
-                if let Some(job) = outage.unwrap_or_wait(&context.out, job).await? {
-                    return Ok(job.value);
-                }
-            },
+            Some(JobUpdate::End { .. }) | None => return read_job(context, &mut outage, id).await,
+        }
+    }
+}
+
+async fn read_job(context: &Context, outage: &mut OutageRetry, id: JobId) -> Result<Value, CliError> {
+    loop {
+        let job = context.client.raw_get(&["jobs", &id.to_string()]).send().await;
+        if let Some(job) = outage.unwrap_or_wait(&context.out, job).await? {
+            return Ok(job.value);
         }
     }
 }

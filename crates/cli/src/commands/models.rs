@@ -209,12 +209,16 @@ fn show(context: &Context, model: &Value) -> Result<(), CliError> {
     if model["hub"].is_string() {
         line("hub", format!("{} at {}", shown(&model["hub"]), shown(&model["commit"])))?;
     }
+    if model["renamed_to"].is_string() {
+        line("renamed to", shown(&model["renamed_to"]))?;
+    }
     line("folder", shown(&model["source"]))?;
     let card = &model["card"];
     for (label, key) in [
         ("architecture", "architecture"),
         ("task", "task"),
         ("parameters", "num_parameters"),
+        ("precision", "precision"),
         ("layers", "num_hidden_layers"),
         ("width", "hidden_size"),
         ("vocabulary", "vocab_size"),

@@ -27,6 +27,9 @@ pub struct Model {
     pub owner: String,
     /// Time of the first registration.
     pub created_at: Timestamp,
+    /// The name under which the hub has the repository now, if it was renamed.
+    #[serde(default)]
+    pub renamed_to: Option<String>,
 }
 
 /// Properties of a model.
@@ -42,6 +45,9 @@ pub struct ModelCard {
     pub labels: Vec<String>,
     /// Number of weights, each counted once.
     pub num_parameters: u64,
+    /// Number format in which most weights are stored: `f32`, `f16`, `bf16` or `fp8`; `None` = an earlier version registered the model.
+    #[serde(default)]
+    pub precision: Option<String>,
     /// Number of layers of the model.
     pub num_hidden_layers: u64,
     /// Width of the residual stream.

@@ -282,6 +282,15 @@ fn rows_are_chosen_by_where_unique_limit_and_seed() {
 }
 
 #[test]
+fn unique_reads_the_column_of_its_path_beside_those_that_are_kept() {
+    let wanted = |unique: Value| recipe(json!({"map": {"keep": ["data_source"], "unique": unique}}));
+    let look = |unique: Value| preview(&[fixture("verl.parquet")], &wanted(unique), &options(), 2).unwrap();
+    let distinct = look(json!("reward_model.ground_truth"));
+    assert_eq!((distinct.rows.len(), distinct.rejected), (2, None));
+    assert_eq!(distinct.rows[1].as_object().unwrap().keys().collect::<Vec<_>>(), ["prompt", "data_source"]);
+}
+
+#[test]
 fn errors_name_file_row_and_column() {
     let dir = Dir::new();
     let source =
@@ -316,10 +325,33 @@ fn errors_name_file_row_and_column() {
             "row 2 (rows.ndjson): map.columns.a: 'answer' is null",
         ),
         (json!({"map": {"prompt": "answer"}}), "row 2 (rows.ndjson): map.prompt: 'answer' is null"),
+        (
+            json!({"map": {"prompt": "question", "where": "quesiton == 'a' and answer"}}),
+            "row 1 (rows.ndjson): map.where: there is no column 'quesiton'; columns are question, answer (did you mean 'question'?)",
+        ),
+        (
+            json!({"map": {"prompt": "question", "where": "answr"}}),
+            "row 1 (rows.ndjson): map.where: there is no column 'answr'; columns are question, answer (did you mean 'answer'?)",
+        ),
+        (
+            json!({"map": {"prompt": "question", "columns": {"a": "{{ answer | trim }}"}}}),
+            "row 2 (rows.ndjson): map.columns.a: 'answer' is null: give it a default, such as answer | default('', true)",
+        ),
+        (
+            json!({"map": {"prompt": "{{ question ~ ': ' ~ answer }}"}}),
+            "row 2 (rows.ndjson): map.prompt: 'answer' is null: give it a default",
+        ),
+        (
+            json!({"map": {"prompt": "question", "where": "answer | lower != 'x'"}}),
+            "row 2 (rows.ndjson): map.where: 'answer' is null: give it a default",
+        ),
     ] {
         let message = refused(&source, wanted.clone());
         assert!(message.starts_with(expected), "{wanted}: {message}");
     }
+    let defaults =
+        json!({"map": {"prompt": "question", "columns": {"answer": "{{ answer | default('-', true) | trim }}"}}});
+    assert_eq!(rows(&source, defaults)[1]["answer"], "-");
     let bad = [dir.file("bad.ndjson", b"{\"prompt\":\"a\"}\n{\"prompt\":\n{\"prompt\":\"c\"}\n")];
     assert!(refused(&bad, json!({})).starts_with("row 2 (bad.ndjson): broken JSON"), "{}", refused(&bad, json!({})));
     let long = format!("{{\"prompt\":\"a\",\"blob\":\"{}\"}}", "x".repeat(2 << 20));
@@ -370,6 +402,38 @@ fn a_preview_shows_columns_and_mapped_rows_and_suggests_a_map() {
     let look = preview(&source, &recipe(gsm8k_mapping()), &options(), 3).unwrap();
     assert_eq!((look.rows.len(), look.rejected), (3, None));
     assert_eq!(look.rows[2]["answer"], "2002");
+}
+
+#[test]
+fn a_preview_leaves_out_the_row_at_which_its_file_was_cut() {
+    let dir = Dir::new();
+    let row = |n: usize| format!("{{\"prompt\":\"p{n}\",\"kind\":\"{}\"}}", n % 2);
+    let lines: String = (0..6).map(|n| row(n) + "\n").collect();
+    let list = format!("[{}]", (0..6).map(row).collect::<Vec<_>>().join(",\n"));
+    let csv: String = (0..6).map(|n| format!("\"p{n}\",{}\n", n % 2)).collect();
+    // Long enough for several blocks of zstd.
+    let long: String =
+        (0..2000).map(|n| row(n).replace('}', &format!(",\"pad\":\"{:0200}\"}}\n", n * n * 7919))).collect();
+    let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    gz.write_all(long.as_bytes()).unwrap();
+    let (gz, zst) = (gz.finish().unwrap(), zstd::encode_all(long.as_bytes(), 3).unwrap());
+    let half = |bytes: Vec<u8>| bytes[..bytes.len() / 2].to_vec();
+    for (name, bytes) in [
+        ("a.ndjson", lines.as_bytes()[..lines.len() - 9].to_vec()),
+        ("a.json", list.as_bytes()[..list.len() - 9].to_vec()),
+        ("a.csv", format!("prompt,kind\n{}", &csv[..csv.len() - 4]).into_bytes()),
+        ("a.ndjson.gz", half(gz)),
+        ("a.ndjson.zst", half(zst)),
+    ] {
+        // More rows are wanted than a filter leaves.
+        let wanted = recipe(json!({"map": {"where": "kind == '1' and prompt in ['p1', 'p3']", "unique": "prompt"}}));
+        let whole = preview(&[dir.file(name, &bytes)], &wanted, &options(), 5);
+        assert!(whole.map_or(true, |whole| whole.rejected.is_some()), "{name}");
+        let look = preview(&[dir.file(name, &bytes).cut()], &wanted, &options(), 5).unwrap();
+        assert_eq!((look.rows.len(), look.rejected), (2, None), "{name}");
+    }
+    let one = preview(&[dir.file("one.ndjson", b"{\"prompt\":").cut()], &Recipe::default(), &options(), 3).unwrap_err();
+    assert!(one.errors[0].detail.contains("the first row does not end"), "{one:?}");
 }
 
 #[test]

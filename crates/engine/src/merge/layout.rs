@@ -10,7 +10,8 @@ use super::{INDEX, MergedDtype, io};
 use crate::error::{EngineError, Result};
 use crate::modelcard::{self, ModelCard, TensorDtype, TensorLocation};
 
-const SINGLE: &str = "model.safetensors";
+/// Name of the only weight file of a model without an index.
+pub(super) const SINGLE: &str = "model.safetensors";
 
 /// Lists the base model's weight files, sorted by name.
 pub(super) fn weight_files(dir: &Path) -> Result<Vec<String>> {

@@ -312,6 +312,7 @@ pub fn token_score(logits: &[f32], target: usize, temperature: f64) -> TokenScor
     TokenScore {
         logp: (f64::from(logits[target] * t - max) - log_sum) as f32,
         entropy: (log_sum - weighted / sum) as f32,
+        is_top: logits[target] * t >= max,
     }
 }
 

@@ -95,6 +95,7 @@ impl Machine {
             rows: rows(),
             eval_rows: Vec::new(),
             warm_up_rows: Vec::new(),
+            judged_keys: Vec::new(),
             resume,
             initial_adapter: None,
             scratch_dir: scratch.path(),

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use half::bf16;
+use rlood_engine::backend::BackendKind;
 use rlood_engine::merge::{MergeInput, Merged, MergedDtype, merge};
+use rlood_engine::model::Policy;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -89,6 +91,31 @@ fn the_shards_of_the_base_are_kept_and_a_tied_head_is_not_written() {
     assert_eq!(index["metadata"]["total_size"], total);
     assert_eq!(config["dtype"], made.dtype.as_str());
     assert_eq!(written.contains_key("lm_head.weight"), !is_tied);
+}
+
+#[test]
+fn a_base_in_a_single_shard_is_merged_into_one_with_an_index() {
+    const SHARD: &str = "model-00001-of-00001.safetensors";
+    let case = rlood_test_support::fixture("parity/qwen3");
+    let base = tempfile::tempdir().unwrap();
+    for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(case.join(name), base.path().join(name)).unwrap();
+    }
+    std::fs::copy(case.join("model.safetensors"), base.path().join(SHARD)).unwrap();
+    let map: BTreeMap<String, &str> = tensors(&case).into_keys().map(|name| (name, SHARD)).collect();
+    let index = serde_json::json!({"metadata": {"total_size": 0}, "weight_map": map});
+    std::fs::write(base.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
+
+    let out = tempfile::tempdir().unwrap();
+    merge(input(base.path(), &case.join("lora"), None, out.path()), &mut |_, _| true).unwrap().unwrap();
+    let index = json(out.path(), "model.safetensors.index.json");
+    let written = tensors(out.path());
+    let expected: BTreeMap<String, &str> = written.keys().map(|name| (name.clone(), SHARD)).collect();
+    assert_eq!(index["weight_map"], serde_json::json!(expected));
+    Policy::load(out.path(), BackendKind::Cpu).unwrap();
+    let (plain, _) = merged("qwen3", None);
+    assert_eq!(tensors(plain.path()), written);
+    assert!(!plain.path().join("model.safetensors.index.json").exists());
 }
 
 #[test]

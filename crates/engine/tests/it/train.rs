@@ -20,7 +20,7 @@ use rlood_types::rollout::{RewardSample, RewardValue, Segments};
 use rlood_types::spec::{
     Arithmetic, CheckpointPlan, Combine, ComputeDtype, DatasetPlan, DoctorPlan, Estimator, EvalPlan, KlEstimator, KlIn,
     LengthPlan, LoraPlan, Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan,
-    RewardKind, RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
+    PromptKey, RewardKind, RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use serde_json::{Map, json};
 
@@ -334,6 +334,7 @@ pub struct Start {
     pub initial_adapter: Option<PathBuf>,
     pub eval_rows: Vec<PromptRow>,
     pub warm_up_rows: Vec<PromptRow>,
+    pub judged_keys: Vec<PromptKey>,
     pub backend: Option<BackendKind>,
 }
 
@@ -362,6 +363,7 @@ pub fn train_model(
         rows,
         eval_rows: start.eval_rows,
         warm_up_rows: start.warm_up_rows,
+        judged_keys: start.judged_keys,
         resume: start.resume,
         initial_adapter: start.initial_adapter,
         scratch_dir: scratch.path(),
@@ -645,6 +647,7 @@ fn a_base_model_with_nan_weights_is_a_failure_that_names_the_tensor() {
         rows: rows(),
         eval_rows: Vec::new(),
         warm_up_rows: Vec::new(),
+        judged_keys: Vec::new(),
         resume: None,
         initial_adapter: None,
         scratch_dir: dir.path(),

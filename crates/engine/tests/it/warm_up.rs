@@ -6,18 +6,19 @@ use std::path::{Path, PathBuf};
 use rlood_engine::backend::BackendKind;
 use rlood_engine::error::EngineError;
 use rlood_engine::host::{PromptRow, StopReason};
+use rlood_engine::model::{Adapter, Policy};
 use rlood_types::dataset::answered;
 use rlood_types::event::{Event, Phase, SamplePhase};
 use rlood_types::id::{CheckpointId, DatasetId};
 use rlood_types::spec::{
     ComputeDtype, DatasetPlan, EvalPlan, LoraPlan, LrSchedulerType, OptimizerKind, Plan, Reference, WarmStartPlan,
-    WarmUpPlan, WarmUpReference,
+    WarmUpPlan, WarmUpReference, prompt_key,
 };
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
 use crate::kinds::kinds;
-use crate::train::{Start, TestHost, plan, rows, train, train_model};
+use crate::train::{Start, TestHost, model_dir, plan, rows, train, train_model};
 
 /// Relative tolerance of losses; the fixtures hold torch's own numbers.
 const LOSS: f64 = 1e-5;
@@ -175,6 +176,45 @@ fn check_case(case: &Path, kind: BackendKind, micro_batch_tokens: u32) {
     }
     println!("{at}: weights differ by at most {worst:.1e}");
     assert!(worst <= WEIGHTS, "{at}: weights differ by {worst}");
+}
+
+/// The share of the answers' tokens whose logit is the largest, by the full logits of a checkpoint's weights.
+fn accuracy_of(checkpoint: &Path, kind: BackendKind) -> f64 {
+    let mut policy = Policy::load(&model_dir(), kind).unwrap();
+    policy.load_lora(checkpoint).unwrap();
+    let text = rlood_engine::text::Text::load(&model_dir()).unwrap();
+    let (mut top, mut tokens) = (0, 0);
+    for row in answers() {
+        let answered = answered(&row.prompt, &row.columns).unwrap();
+        let (prompt, answer) = text.answered_ids(&answered, &Map::new()).unwrap();
+        let before: Vec<usize> = (0..answer.len()).map(|token| prompt.len() + token - 1).collect();
+        let logits = policy.logits(&[prompt, answer.clone()].concat(), &before, Adapter::On).unwrap();
+        for (logits, token) in logits.iter().zip(&answer) {
+            top += usize::from(logits.iter().all(|logit| *logit <= logits[*token as usize]));
+            tokens += 1;
+        }
+    }
+    top as f64 / tokens as f64
+}
+
+#[test]
+fn the_token_accuracy_is_the_share_of_answer_tokens_that_the_model_would_choose() {
+    let mut plan = warmed(WarmUpReference::Base);
+    plan.checkpoints.every_steps = 1;
+    // Every step trains on all six rows.
+    plan.warm_up = Some(warm_up_of(6, 16, 6, WarmUpReference::Base));
+    for kind in kinds() {
+        let host = run(&plan, Start { backend: Some(kind), ..start() });
+        let metrics = host.metrics(SamplePhase::Train);
+        let reported = |step: usize| metrics[step - 1].1["warm_up/token_accuracy"].unwrap();
+        for step in [2, 9, 16] {
+            // A step reports the accuracy of the weights before its update.
+            let expected = accuracy_of(&at(&host, step as u64 - 1), kind);
+            assert!((reported(step) - expected).abs() < 1e-12, "{kind:?}: {} {expected}", reported(step));
+        }
+        assert!(reported(16) > reported(1), "{kind:?}: it learns: {} to {}", reported(1), reported(16));
+        assert!(!metrics[16].1.contains_key("warm_up/token_accuracy"));
+    }
 }
 
 /// Every kind of run with a warm-up.
@@ -359,6 +399,21 @@ fn the_answers_of_evaluated_prompts_are_not_learned() {
     let all = Start { eval_rows: answers(), ..start() };
     let error = train(&plan, rows(), all, &mut TestHost::default()).unwrap_err();
     assert!(error.to_string().contains("all rows are also evaluated"), "{error}");
+
+    // So is a run whose verdict compares the models on that prompt, from whatever step it resumes.
+    plan.eval = None;
+    plan.checkpoints.every_steps = 1;
+    let judged = |resume| {
+        let judged_keys = vec![prompt_key(&json!("w0 w1")), prompt_key(&json!("w20"))];
+        run(&plan, Start { judged_keys, resume, ..start() })
+    };
+    let whole = judged(None);
+    assert!(whole.warnings().contains(&"warm_up_rows_left_out".to_owned()));
+    assert!(weights_of(&at(&whole, 4)) == weights_of(&at(&without, 4)));
+    for step in [1, 3] {
+        assert!(weights_of(&at(&judged(Some(at(&whole, step))), 7)) == weights_of(&at(&whole, 7)), "from step {step}");
+    }
+    assert!(weights_of(&at(&run(&plan, start()), 4)) != weights_of(&at(&without, 4)));
 }
 
 #[test]

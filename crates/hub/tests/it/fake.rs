@@ -21,6 +21,9 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub const NEXT: &str = "89abcdef0123456789abcdef0123456789abcdef";
 /// Folders of the files that differ on the branch `next`, and in the repository `fake/twin`, which has the commit of `fake/tiny`.
 const VARIANTS: [&str; 2] = ["next/", "twin/"];
+/// Former names of the model `fake/tiny` and of the dataset `fake/rows`.
+pub const OLD_MODEL: &str = "former/tiny";
+pub const OLD_DATASET: &str = "former/rows";
 /// Files on the branch with the Parquet copy.
 pub const CONVERTED: &str = "converted/";
 /// Size in bytes from which files are stored in LFS.
@@ -204,6 +207,13 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     if path == "/parquet" {
         return converted(&fake, request.uri().query().unwrap_or_default());
     }
+    // Requests for the old names of renamed repositories are redirected on the same host.
+    for (old, new) in [(OLD_MODEL, "fake/tiny"), (OLD_DATASET, "fake/rows")] {
+        if path.contains(old) {
+            let location = request.uri().to_string().replacen(old, new, 1);
+            return (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, location)], "").into_response();
+        }
+    }
     let of_api = [("/api/models/", "fake/tiny"), ("/api/models/", "fake/twin"), ("/api/datasets/", "fake/rows")];
     let api = of_api.iter().find_map(|(start, repo)| Some((*repo, path.strip_prefix(start)?.strip_prefix(repo)?)));
     if let Some((repo, rest)) = api {
@@ -270,7 +280,7 @@ fn describe(fake: &Fake, repo: &str, rest: &str) -> Response {
     };
     let files = fake.files_of(folder).into_iter().filter(|(path, _)| path.starts_with(CONVERTED) == is_converted);
     let siblings: Vec<Value> = files.map(|(path, name)| sibling(path, &fake.files[name])).collect();
-    description(commit, &siblings, gated)
+    description(repo, commit, &siblings, gated)
 }
 
 /// Returns the answer of the dataset server: the files in [`CONVERTED`], by configuration and split.
@@ -287,9 +297,9 @@ fn converted(fake: &Fake, query: &str) -> Response {
     axum::Json(json!({"parquet_files": files.collect::<Vec<_>>(), "partial": false})).into_response()
 }
 
-fn description(commit: &str, siblings: &[Value], gated: bool) -> Response {
+fn description(id: &str, commit: &str, siblings: &[Value], gated: bool) -> Response {
     let gated = if gated { json!("manual") } else { json!(false) };
-    let document = json!({"id": "fake/tiny", "modelId": "fake/tiny", "sha": commit, "private": false, "gated": gated,
+    let document = json!({"id": id, "modelId": id, "sha": commit, "private": false, "gated": gated,
                           "disabled": false, "tags": [], "downloads": 0, "siblings": siblings});
     axum::Json(document).into_response()
 }

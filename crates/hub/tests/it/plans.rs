@@ -1,7 +1,7 @@
 use rlood_hub::{HubError, Repo, RepoKind, Token};
 use serde_json::json;
 
-use super::fake::{COMMIT, Faults, model, start};
+use super::fake::{COMMIT, Faults, OLD_DATASET, OLD_MODEL, model, start};
 
 pub fn tiny() -> Repo {
     Repo::parse(RepoKind::Model, "fake/tiny").unwrap()
@@ -84,6 +84,34 @@ async fn each_refusal_of_the_hub_is_one_sentence_with_what_to_do() {
     assert!(error.contains("the token's permissions"), "{error}");
     let error = plan(&hub, "fake/tiny@nope").await.unwrap_err().to_string();
     assert!(error.contains("no revision \"nope\""), "{error}");
+}
+
+#[tokio::test]
+async fn an_id_of_the_other_kind_is_named_with_where_to_give_it() {
+    let running = start(model(), Faults::default()).await;
+    for hub in [running.client(), running.client().with_token(Token::new("hf_right"))] {
+        let info =
+            async |kind: RepoKind, id: &str| hub.info(&Repo::parse(kind, id).unwrap()).await.unwrap_err().to_string();
+        let error = info(RepoKind::Model, "fake/rows").await;
+        assert!(error.starts_with("fake/rows is a dataset, not a model: give a model here"), "{error}");
+        let error = info(RepoKind::Dataset, "fake/tiny").await;
+        assert!(error.starts_with("fake/tiny is a model, not a dataset: give a dataset here"), "{error}");
+        let before = running.seen().len();
+        let error = info(RepoKind::Dataset, "fake/other").await;
+        assert!(error.contains("no dataset fake/other, or it is private"), "{error}");
+        assert_eq!(running.seen().len() - before, 2, "the other kind is asked once");
+    }
+}
+
+#[tokio::test]
+async fn a_renamed_repository_is_read_and_its_new_name_told() {
+    let running = start(model(), Faults::default()).await;
+    let hub = running.client();
+    let plan = hub.plan_model(&Repo::parse(RepoKind::Model, OLD_MODEL).unwrap()).await.unwrap();
+    assert_eq!((plan.repo.id(), plan.renamed_to.as_deref()), (OLD_MODEL, Some("fake/tiny")));
+    let info = hub.info(&Repo::parse(RepoKind::Dataset, OLD_DATASET).unwrap()).await.unwrap();
+    assert_eq!(info.renamed_to.as_deref(), Some("fake/rows"));
+    assert_eq!(hub.plan_model(&tiny()).await.unwrap().renamed_to, None);
 }
 
 #[tokio::test]

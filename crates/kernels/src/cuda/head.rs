@@ -31,7 +31,8 @@ pub struct Head<'a> {
     pub max_logits: usize,
 }
 
-/// The normalizers of each row's probabilities, on the device: `[rows][2]` of f64.
+/// The normalizers of each row's probabilities, on the device: `[rows][2]` of f64. Behind them are the rows' scores, `[rows][2]` of
+/// f32, so that one copy reads both.
 #[derive(Debug)]
 pub struct Normalizers {
     buffer: Buffer,
@@ -157,7 +158,7 @@ pub fn score(
     let rows = targets.len();
     check(head, &x, rows)?;
     check_targets(head, targets)?;
-    let (scores, buffer) = (device.alloc(rows * 2 * 4)?, device.alloc(rows * 2 * 8)?);
+    let buffer = device.alloc(rows * 2 * (8 + 4))?;
     if rows > 0 {
         let (logits, targets) = (Logits::new(device, head, rows)?, device.upload(targets)?);
         let t = factor(temperature);
@@ -169,7 +170,7 @@ pub fn score(
                 logits: logits.buffer.pointer(),
                 cells: logits.cells.pointer(),
                 targets: targets.at::<u32>(first, count)?,
-                scores: scores.at::<f32>(2 * first, 2 * count)?,
+                scores: buffer.at::<f32>(2 * (2 * rows + first), 2 * count)?,
                 normalizers: buffer.at::<f64>(2 * first, 2 * count)?,
                 stride: logits.stride as u64,
                 rows: count as u32,
@@ -181,9 +182,21 @@ pub fn score(
             device.launch("head_scores", Launch { grid, block: 128, shared: 0 }, &params)?;
         }
     }
-    let scores = device.download::<f32>(&scores, 0, 2 * rows)?;
-    let scores = scores.chunks_exact(2).map(|pair| TokenScore { logp: pair[0], entropy: pair[1] });
-    Ok((scores.collect(), Normalizers { buffer, rows }))
+    let words = device.download::<u32>(&buffer, 0, 6 * rows)?;
+    Ok((scores_of(&words), Normalizers { buffer, rows }))
+}
+
+/// Decodes normalizers and scores as words: four words of two normalizers for each row, then two words of its scores.
+fn scores_of(words: &[u32]) -> Vec<TokenScore> {
+    let (normalizers, scores) = words.split_at(words.len() / 6 * 4);
+    let of_row = |(normalizer, score): (&[u32], &[u32])| {
+        let sum = f64::from_bits(u64::from(normalizer[2]) | (u64::from(normalizer[3]) << 32));
+        let (logp, entropy) = (f32::from_bits(score[0]), f32::from_bits(score[1]));
+        // The kernel computes −log(sum) for a target with the largest logit, and less for any other.
+        let largest = -sum.ln();
+        TokenScore { logp, entropy, is_top: logp >= largest as f32 }
+    };
+    normalizers.chunks_exact(4).zip(scores.chunks_exact(2)).map(of_row).collect()
 }
 
 /// The inputs of [`score_vjp`].

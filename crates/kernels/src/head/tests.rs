@@ -216,6 +216,11 @@ fn temperature_zero_takes_the_lowest_of_the_largest_and_reports_temperature_one(
         let scores = score(&Threads::new(1), isa, &[1.0, -1.0], Head::of(&packed), &[700, 0], 1.0);
         assert_eq!(chosen[0].logp, scores.tokens[0].logp, "{isa}");
         assert_eq!(chosen[1].logp, scores.tokens[1].logp, "{isa}");
+        // A target is the top if no logit is larger, whichever of several equal ones is chosen.
+        let all: Vec<u32> = (0..1200).collect();
+        let scores = score(&Threads::new(2), isa, &[1.0; 1200], Head::of(&packed), &all, 1.0);
+        let top: Vec<u32> = all.into_iter().filter(|token| scores.tokens[*token as usize].is_top).collect();
+        assert_eq!(top, [700, 701, 1100], "{isa}");
     }
 }
 
@@ -234,6 +239,7 @@ fn nan_never_wins_and_never_panics() {
         let all = choose(&threads, isa, &[f32::NAN], Head::of(&packed), &[greedy]);
         assert_eq!(all[0].token, 0, "{isa}");
         assert!(score(&threads, isa, &[1.0], Head::of(&packed), &[3], 1.0).tokens[0].logp.is_nan(), "{isa}");
+        assert!(!score(&threads, isa, &[1.0], Head::of(&packed), &[2], 1.0).tokens[0].is_top, "{isa}");
     }
 }
 
@@ -242,7 +248,7 @@ fn huge_logits_give_finite_scores() {
     for isa in Isa::available() {
         let packed = PackedMatrix::new(&[1.0f32, -1.0, 0.5], 1, PackDtype::F32);
         let scores = score(&Threads::new(1), isa, &[1e30], Head::of(&packed), &[0], 1.0);
-        let TokenScore { logp, entropy } = scores.tokens[0];
-        assert!(logp == 0.0 && (0.0..1e-30).contains(&entropy), "{isa}: {logp}, {entropy}");
+        let TokenScore { logp, entropy, is_top } = scores.tokens[0];
+        assert!(is_top && logp == 0.0 && (0.0..1e-30).contains(&entropy), "{isa}: {logp}, {entropy}");
     }
 }

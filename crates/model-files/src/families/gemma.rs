@@ -12,7 +12,8 @@ pub(super) const GEMMA2: Family = Family {
     activation: ("hidden_activation", "gelu_pytorch_tanh"),
     is_tied: true,
     describe: |keys, model| {
-        let mut model = common(keys, model, (Some(50.0), Some(30.0)))?;
+        let mut model = common(keys, model, Some(30.0))?;
+        model.attention_softcap = softcap(keys, "attn_logit_softcapping", Some(50.0))?;
         model.windows = windows(keys, model.num_hidden_layers, Some(window(keys)?), |layer| layer % 2 == 0)?;
         Ok(model)
     },
@@ -42,7 +43,8 @@ pub(super) const GEMMA3_TEXT: Family = Family {
     },
     is_tied: true,
     describe: |keys, model| {
-        let mut model = common(keys, model, (None, None))?;
+        // `attn_logit_softcapping` has no effect: Gemma3Attention of transformers reads the key, but does not use it.
+        let mut model = common(keys, model, None)?;
         model.qk_norm = QkNorm::Head;
         let pattern = match keys.get("sliding_window_pattern") {
             Some(_) => keys.size("sliding_window_pattern", None)?,
@@ -59,12 +61,20 @@ fn window(keys: &Keys<'_>) -> Result<usize, ModelCardError> {
     keys.size("sliding_window", Some(4096))
 }
 
-/// Sets the fields that Gemma 2 and Gemma 3 share; `softcaps` are the default soft caps of attention scores and of logits. An
-/// explicit null turns a cap off.
+/// Reads a soft cap. An explicit null turns it off.
+fn softcap(keys: &Keys<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>, ModelCardError> {
+    match keys.value.get(key) {
+        None => Ok(default),
+        Some(value) if value.is_null() => Ok(None),
+        Some(_) => keys.number(key, None).map(Some),
+    }
+}
+
+/// Sets the fields that Gemma 2 and Gemma 3 share, given the default soft cap of logits.
 fn common(
     keys: &Keys<'_>,
     mut model: ModelDescription,
-    softcaps: (Option<f64>, Option<f64>),
+    logits_softcap: Option<f64>,
 ) -> Result<ModelDescription, ModelCardError> {
     super::read_attention_bias(keys, &mut model)?;
     model.norms = LayerNorms::AROUND;
@@ -72,12 +82,6 @@ fn common(
     // transformers rounds the factor on the embeddings to the dtype of the weights; here the factor is f32 in every precision.
     model.embedding_multiplier = (model.hidden_size as f64).sqrt();
     model.attention_scale = keys.number("query_pre_attn_scalar", Some(256.0))?.powf(-0.5);
-    let softcap = |key: &str, usual: Option<f64>| match keys.value.get(key) {
-        None => Ok(usual),
-        Some(value) if value.is_null() => Ok(None),
-        Some(_) => keys.number(key, None).map(Some),
-    };
-    model.attention_softcap = softcap("attn_logit_softcapping", softcaps.0)?;
-    model.logits_softcap = softcap("final_logit_softcapping", softcaps.1)?;
+    model.logits_softcap = softcap(keys, "final_logit_softcapping", logits_softcap)?;
     Ok(model)
 }

@@ -30,6 +30,7 @@ pub(super) const GRANITE_HYBRID: Family = Family {
         let mut model = common(keys, model)?;
         model.projections = Projections::SHARED_MLP;
         model.intermediate_size = keys.size("shared_intermediate_size", Some(1024))?;
+        without_experts(keys)?;
         only_attention(keys, model.num_hidden_layers)?;
         if keys.get("position_embedding_type").is_none_or(|value| value != "rope") {
             model.rotates = vec![false; model.num_hidden_layers];
@@ -49,9 +50,23 @@ fn common(keys: &Keys<'_>, mut model: ModelDescription) -> Result<ModelDescripti
     Ok(model)
 }
 
-/// Rejects models with layers other than attention; without `layer_types` all layers are Mamba layers.
+/// Rejects models with experts. A number other than 0 is rejected earlier, because no family supports it.
+fn without_experts(keys: &Keys<'_>) -> Result<(), ModelCardError> {
+    match keys.get("num_local_experts") {
+        Some(_) => Ok(()),
+        None => {
+            let detail = "num_local_experts is missing, so that the MLPs have 8 experts, which are not supported; use a Granite 4 model \
+                          with num_local_experts 0";
+            Err(ModelCardError::new(keys.file, detail))
+        }
+    }
+}
+
+/// Rejects models with layers other than attention; without `layer_types` all layers are Mamba layers. transformers knows the key
+/// by a second name too, `layers_block_type`, which takes precedence.
 fn only_attention(keys: &Keys<'_>, num_layers: usize) -> Result<(), ModelCardError> {
-    let Some(value) = keys.get("layer_types") else {
+    let found = ["layers_block_type", "layer_types"].into_iter().find_map(|key| Some((key, keys.get(key)?)));
+    let Some((key, value)) = found else {
         let detail = "layer_types is missing, so that all layers are Mamba's, which are not supported; use a Granite 4 model \
                       with attention layers only";
         return Err(ModelCardError::new(keys.file, detail));
@@ -59,6 +74,6 @@ fn only_attention(keys: &Keys<'_>, num_layers: usize) -> Result<(), ModelCardErr
     let is_attention = |name: &serde_json::Value| name == "attention" || name == "full_attention";
     match value.as_array() {
         Some(list) if list.len() == num_layers && list.iter().all(is_attention) => Ok(()),
-        _ => keys.refuse("layer_types", value, "the value must name attention for each of num_hidden_layers layers"),
+        _ => keys.refuse(key, value, "the value must name attention for each of num_hidden_layers layers"),
     }
 }

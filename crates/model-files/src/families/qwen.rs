@@ -1,5 +1,7 @@
 //! The families of Qwen3, Qwen2 and Qwen2.5.
 
+use serde_json::Value;
+
 use super::{Family, read_attention_bias};
 use crate::ModelCardError;
 use crate::config::{Keys, QkNorm, windows};
@@ -28,10 +30,9 @@ pub(super) const QWEN2: Family = Family {
 
 /// Returns the attention windows: if `use_sliding_window` is true, layers from `max_window_layers` on have one.
 fn late_windows(keys: &Keys<'_>, num_layers: usize) -> Result<Vec<Option<usize>>, ModelCardError> {
-    let window = match keys.flag("use_sliding_window", false)? {
-        true => Some(keys.size("sliding_window", Some(4096))?),
-        false => None,
-    };
+    // An explicit null is not the default: no layer has a window.
+    let has_windows = keys.flag("use_sliding_window", false)? && keys.value.get("sliding_window") != Some(&Value::Null);
+    let window = has_windows.then(|| keys.size("sliding_window", Some(4096))).transpose()?;
     let first = match keys.get("max_window_layers") {
         None => 28,
         Some(value) => match value.as_u64() {

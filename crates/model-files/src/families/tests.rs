@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::ModelDescription;
-use crate::config::{Activation, LayerNorms, QkNorm, RopeKind};
+use crate::config::{Activation, LayerNorms, QkNorm, QueryGrowth, RopeKind};
+use crate::{ModelDescription, TensorDtype};
 
 fn config(case: &str, file: &str) -> Value {
     let path = rlood_test_support::fixture("parity").join(case).join(file);
@@ -65,6 +65,21 @@ fn a_released_gemma_leaves_out_whatever_is_usual() {
     assert_eq!(full, [5, 11, 17, 23, 29]);
     assert_eq!((gemma.attention_scale, gemma.attention_softcap), (1.0 / 16.0, None));
 
+    // transformers reads both soft caps of Gemma 3, but applies only one, and that only in a checkpoint of text alone.
+    let capped = |case: &str, part: Option<&str>| {
+        let capped = changed(case, |value| {
+            let text = match part {
+                Some(part) => &mut value[part],
+                None => value,
+            };
+            (text["attn_logit_softcapping"], text["final_logit_softcapping"]) = (json!(50.0), json!(30.0));
+        });
+        capped.map(|gemma| (gemma.attention_softcap, gemma.logits_softcap))
+    };
+    assert_eq!(capped("gemma2", None).unwrap(), (Some(50.0), Some(30.0)));
+    assert_eq!(capped("gemma3_text", None).unwrap(), (None, Some(30.0)));
+    assert_eq!(capped("gemma3_vl", Some("text_config")).unwrap(), (None, None));
+
     let second = read(&json!({
         "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "max_position_embeddings": 8192, "hidden_act": "gelu_pytorch_tanh"
@@ -100,7 +115,7 @@ fn phi3_calls_longrope_by_three_names() {
 #[test]
 fn keys_that_would_change_the_result_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, Change, &str); 14] = [
+    let cases: [(&str, Change, &str); 19] = [
         ("gemma3_text", |v| v["use_bidirectional_attention"] = json!(true), "use_bidirectional_attention is true"),
         ("gemma3_text", |v| v["hidden_activation"] = json!("relu"), "hidden_activation is \"relu\""),
         ("gemma3_vl", |v| v["text_config"]["model_type"] = json!("llama"), "text_config.model_type is \"llama\""),
@@ -112,11 +127,24 @@ fn keys_that_would_change_the_result_are_rejected_by_name() {
             "partial_rotary_factor is 1.5",
         ),
         ("phi3_partial", |v| v["rope_parameters"]["partial_rotary_factor"] = json!(0.7), "11 columns"),
+        (
+            "phi3_partial",
+            |v| (v["head_dim"], v["rope_parameters"]["partial_rotary_factor"]) = (json!(20), json!(0.75)),
+            "rope_parameters.partial_rotary_factor is 0.75; 15 columns",
+        ),
         ("phi3_longrope", |v| v["rope_parameters"]["short_factor"] = json!([1.0]), "short_factor is [1.0]"),
         ("llama_dynamic", |v| v["rope_parameters"]["factor"] = Value::Null, "rope_parameters.factor is missing"),
         ("llama_dynamic", |v| v["partial_rotary_factor"] = json!(0.5), "partial_rotary_factor is 0.5"),
         ("granitemoehybrid", |v| v["layer_types"][1] = json!("mamba"), "layer_types is"),
+        (
+            "granitemoehybrid",
+            |v| (v["layers_block_type"], v["layer_types"]) = (json!(["mamba", "attention", "attention"]), Value::Null),
+            "layers_block_type is",
+        ),
+        ("granitemoehybrid", |v| v["layer_types"] = Value::Null, "layer_types is missing"),
         ("granitemoehybrid", |v| v["num_local_experts"] = json!(8), "num_local_experts is 8"),
+        ("granitemoehybrid", |v| v["num_local_experts"] = Value::Null, "num_local_experts is missing"),
+        ("gemma3_vl", |v| v["tie_word_embeddings"] = json!("yes"), "config.json: tie_word_embeddings is \"yes\""),
         (
             "qwen3_fp8",
             |v| v["quantization_config"]["weight_block_size"] = json!([0, 32]),
@@ -135,6 +163,100 @@ fn granite_without_positions_rotates_nothing() {
     let without = |value: &mut Value| value["position_embedding_type"] = Value::Null;
     assert!(changed("granitemoehybrid", without).unwrap().rotates.iter().all(|rotates| !rotates));
     assert!(changed("granitemoehybrid", |_| ()).unwrap().rotates.iter().all(|rotates| *rotates));
+}
+
+#[test]
+fn granite_has_two_names_for_the_types_of_its_layers() {
+    let renamed = changed("granitemoehybrid", |value| {
+        value["layers_block_type"] = value["layer_types"].take();
+    });
+    assert_eq!(renamed, changed("granitemoehybrid", |_| ()));
+}
+
+#[test]
+fn ministral_has_the_defaults_of_transformers() {
+    let least = json!({"model_type": "ministral3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 262_144});
+    let plain = read(&least).unwrap();
+    assert_eq!((plain.rms_norm_eps, plain.tie_word_embeddings, plain.head_dim), (1e-5, false, 128));
+    let RopeKind::Yarn { factor, original_max_position_embeddings, attention_factor, .. } = plain.rope.kind else {
+        panic!("{:?}", plain.rope)
+    };
+    assert_eq!((plain.rope.theta, factor, original_max_position_embeddings), (1e6, 16.0, 16_384.0));
+    assert_eq!(attention_factor, 1.0);
+    assert_eq!(plain.query_growth, Some(QueryGrowth { beta: 0.1, original_max_position_embeddings: 16_384.0 }));
+    // Each default ends where config.json says something else.
+    let with = |more: Value| {
+        let mut value = least.clone();
+        value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let model = read(&value).unwrap();
+        (model.rope.theta, model.rope.kind == RopeKind::Default, model.query_growth)
+    };
+    assert_eq!(with(json!({"rope_theta": 5e5})).0, 1e6);
+    assert_eq!(with(json!({"rope_parameters": {"rope_type": "default"}})), (1e4, true, None));
+    assert_eq!(with(json!({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}})), (5e5, true, None));
+    assert_eq!(with(json!({"rope_scaling": {"rope_type": "default", "rope_theta": 2e4}})), (2e4, true, None));
+}
+
+#[test]
+fn qwen_without_a_window_has_full_attention_in_all_layers() {
+    for family in ["qwen2", "qwen3"] {
+        let windows = |more: Value| {
+            let mut value = json!({"model_type": family, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 256,
+                "use_sliding_window": true, "max_window_layers": 1});
+            value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            read(&value).unwrap().windows
+        };
+        assert_eq!(windows(json!({"sliding_window": null})), [None, None]);
+        assert_eq!(windows(json!({})), [None, Some(4096)]);
+    }
+}
+
+#[test]
+fn eight_bits_are_rounded_to_the_dtype_of_the_whole_model() {
+    let dtype = |case: &str, change: fn(&mut Value)| changed(case, change).unwrap().fp8_dtype;
+    assert_eq!(dtype("qwen3_fp8", |_| ()), TensorDtype::Bf16);
+    assert_eq!(dtype("qwen3_fp8", |value| value["dtype"] = json!("float32")), TensorDtype::F32);
+    assert_eq!(dtype("qwen3_fp8", |value| value["dtype"] = Value::Null), TensorDtype::Bf16);
+    let older = |value: &mut Value| (value["dtype"], value["torch_dtype"]) = (Value::Null, json!("float16"));
+    assert_eq!(dtype("qwen3_fp8", older), TensorDtype::F16);
+    assert_eq!(dtype("mistral3_ministral_fp8", older), TensorDtype::F16);
+    let both =
+        |value: &mut Value| (value["dtype"], value["text_config"]["dtype"]) = (json!("float32"), json!("float16"));
+    assert_eq!(dtype("mistral3_ministral_fp8", both), TensorDtype::F32);
+    let text =
+        |value: &mut Value| (value["dtype"], value["text_config"]["torch_dtype"]) = (Value::Null, json!("float32"));
+    assert_eq!(dtype("mistral3_ministral_fp8", text), TensorDtype::F32);
+}
+
+#[test]
+fn the_head_of_a_multimodal_checkpoint_is_tied_by_the_outer_key() {
+    for case in ["mistral3", "mistral3_ministral", "gemma3_vl"] {
+        let tied = |outer: Value, text: Value| {
+            let changed = changed(case, |value| {
+                (value["tie_word_embeddings"], value["text_config"]["tie_word_embeddings"]) = (outer, text);
+            });
+            changed.unwrap().tie_word_embeddings
+        };
+        assert!(tied(json!(true), json!(false)) && tied(Value::Null, json!(false)), "{case}");
+        assert!(!tied(json!(false), json!(true)), "{case}");
+    }
+    // Mistral3ForConditionalGeneration of transformers does not store the head that it ties.
+    let dir = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(rlood_test_support::fixture("parity").join("mistral3_ministral")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_file() {
+            std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+        }
+    }
+    let mut value = config("mistral3_ministral", "config.json");
+    value["text_config"]["tie_word_embeddings"] = json!(false);
+    std::fs::write(dir.path().join("config.json"), value.to_string()).unwrap();
+    assert!(crate::read(dir.path()).unwrap().config.tie_word_embeddings);
+    value["tie_word_embeddings"] = json!(false);
+    std::fs::write(dir.path().join("config.json"), value.to_string()).unwrap();
+    assert!(crate::read(dir.path()).unwrap_err().to_string().contains("lm_head.weight is missing"));
 }
 
 #[test]

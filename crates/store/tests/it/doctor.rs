@@ -1,11 +1,11 @@
 //! Tests of stored alerts, training phases and ends of jobs, and of pinned checkpoints.
 
-use rlood_store::Claimed;
+use rlood_store::{Claimed, TaskKind};
 use rlood_types::doctor::{Alert, Observation, OnAlert, PhaseChange, Rule, Severity, TrainingPhase};
 use rlood_types::event::{Event, Metrics};
 use rlood_types::job::{EndingCode, State};
 use rlood_types::protocol::{EventBatch, Outcome};
-use rlood_types::spec::CheckpointPlan;
+use rlood_types::spec::{CheckpointPlan, DatasetPlan, EvalPlan};
 
 use crate::setting::{Setting, T0, failure, plan};
 
@@ -219,4 +219,31 @@ async fn a_pinned_checkpoint_is_kept_until_it_is_unpinned() {
     let history = setting.history(job).await;
     let pins: Vec<&String> = history.iter().filter(|kind| kind.contains("pinned")).collect();
     assert_eq!(pins, ["checkpoint.pinned", "checkpoint.unpinned"]);
+}
+
+#[tokio::test]
+async fn the_automatic_verdict_judges_the_result_of_the_job() {
+    let eval = |dataset| EvalPlan::of_dataset(DatasetPlan::new(dataset, "d1".to_owned(), 8), 1);
+    for (ending, expected) in [
+        (None, 6),
+        (Some(alert(Rule::KlExplosion, 7, 5, OnAlert::Stop)), 4),
+        (Some(alert(Rule::KlExplosion, 7, 1, OnAlert::Stop)), 0),
+    ] {
+        let setting = Setting::new().await;
+        let mut plan = plan(setting.dataset);
+        plan.checkpoints = keeps(3, 1, "reward", true);
+        plan.eval = Some(eval(setting.dataset));
+        setting.job_of(&plan, 0, T0).await.unwrap();
+        let worker = setting.worker().await;
+        let claimed = setting.claim(worker, T0).await.unwrap();
+        let store = setting.store.clone().with_verdicts(true);
+        // The best checkpoint by the metric is the one that the alert's evidence damages.
+        for (step, reward) in [(2, 0.1), (4, 0.2), (6, 0.9), (7, 0.3)] {
+            setting.publish(&claimed, step, &metrics("reward", reward)).await.unwrap();
+        }
+        store.events_append(claimed.job, &batch(1, 0, ending.into_iter().collect()), T0).await.unwrap();
+        store.job_finish(claimed.job, 1, Outcome::Succeeded, T0).await.unwrap();
+        let verdict = store.task_newest(TaskKind::Verdict, claimed.job).await.unwrap();
+        assert_eq!(verdict.map_or(0, |verdict| verdict.step), expected);
+    }
 }

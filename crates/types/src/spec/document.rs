@@ -13,7 +13,7 @@ use super::rewards::{read_reward_secrets, read_rewards};
 use super::rloo::read_rloo;
 use super::sections::{read_lora, read_optimizer, read_section, read_training, read_warm_start};
 use super::settings::{CHECKPOINTS, SAMPLING};
-use super::sources::{DatasetSource, attach_records, attach_unmapped, detach_records, read_dataset, with_prompts};
+use super::sources::{DatasetSource, attach_records, detach_records, read_dataset, with_prompts};
 use super::warm_up::read_warm_up;
 use super::{
     Arithmetic, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan,
@@ -116,16 +116,15 @@ impl JobSpec {
             (guard, "/eval/guard/dataset", guard_records),
         ] {
             if let Some(source) = source {
-                errors.extend(attach_records(source, at, records));
+                errors.extend(attach_records(source, at, records, false));
             }
         }
         if let Some(warm_up) = &mut spec.warm_up
             && let Some(source) = &mut warm_up.dataset
         {
-            errors.extend(match warm_up.map {
-                None => attach_records(source, "/warm_up/dataset", with_prompts(warm_up_records)),
-                Some(_) => attach_unmapped(source, "/warm_up/dataset", warm_up_records),
-            });
+            let is_mapped = warm_up.map.is_some();
+            let records = if is_mapped { warm_up_records } else { with_prompts(source, warm_up_records) };
+            errors.extend(attach_records(source, "/warm_up/dataset", records, is_mapped));
         }
         spec.redacted = redacted(document);
         (spec, errors)

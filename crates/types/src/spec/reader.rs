@@ -17,8 +17,9 @@ use super::settings::{Range, variant_names};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[schema(as = ProblemItem)]
 pub struct FieldError {
-    /// Location of the error: a JSON pointer into the body (`/rloo/beta`), `?name` for a query parameter, or `line 12` for a line
-    /// of a dataset; empty = the whole request.
+    /// Location of the error: a JSON pointer into the body (`/rloo/beta`), `?name` for a query parameter, `line 12` for a line of
+    /// an ndjson dataset, or `row 12` for a row of a CSV, TSV or JSON file, counted from 1 without the header; empty = the
+    /// whole request.
     #[schema(example = "/rloo/num_generations")]
     pub pointer: String,
     /// Stable error code in snake_case.

@@ -37,6 +37,8 @@ pub struct Warning {
 const LOW_LORA_RATE: &str = "learning_rate_low_for_lora";
 /// Code of the warning, in a validation and in a run, that evaluation and training share prompts.
 pub const SHARED_PROMPTS: &str = "eval_prompts_in_training";
+/// Code of the warning that the verdict and training share prompts.
+const TEST_IN_TRAINING: &str = "test_prompts_in_training";
 
 /// A job that can run, because its settings are complete and valid.
 #[derive(Debug, Clone)]
@@ -540,24 +542,23 @@ fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut
     {
         let detail = "evaluation uses the training prompts: it cannot show whether the model learned more than these";
         warn("/eval/dataset".to_owned(), "eval_on_training_data", detail.to_owned());
-    } else if let Some((trained, evaluated)) = context.dataset.as_ref().zip(context.eval_dataset.as_ref())
-        && let Some((trained, evaluated)) = trained.prompt_keys.as_ref().zip(evaluated.prompt_keys.as_ref())
-    {
-        let shared = shared_prompts(trained, evaluated);
-        if shared > 0 {
-            let detail = format!(
-                "{shared} of {} evaluation prompts are training prompts too: on these prompts the evaluation cannot show whether the model learned more than them; remove them from one of the two datasets",
-                evaluated.len()
-            );
-            warn("/eval/dataset".to_owned(), SHARED_PROMPTS, detail);
-        }
+    } else if let Some((shared, all)) = also_trained(context, context.eval_dataset.as_ref()) {
+        let detail = format!(
+            "{shared} of {all} evaluation prompts are training prompts too: on these prompts the evaluation cannot show whether the model learned more than them; remove them from one of the two datasets"
+        );
+        warn("/eval/dataset".to_owned(), SHARED_PROMPTS, detail);
     }
     let Some(eval) = &plan.eval else { return };
     if let Some(test) = &eval.test_dataset
         && [&plan.dataset, &eval.dataset].iter().any(|other| !test.sha256.is_empty() && other.sha256 == test.sha256)
     {
         let detail = "the test dataset is also used during training, so a verdict on it is optimistic: use other prompts for the test";
-        warn("/eval/test_dataset".to_owned(), "test_prompts_in_training", detail.to_owned());
+        warn("/eval/test_dataset".to_owned(), TEST_IN_TRAINING, detail.to_owned());
+    } else if let Some((shared, all)) = also_trained(context, context.test_dataset.as_ref()) {
+        let detail = format!(
+            "{shared} of {all} test prompts are training prompts too, so a verdict on them is optimistic: remove them from one of the two datasets"
+        );
+        warn("/eval/test_dataset".to_owned(), TEST_IN_TRAINING, detail);
     }
     let asked = spec.eval.as_ref().and_then(|eval| eval.test_fraction).filter(|asked| *asked > 0.0);
     if let Some(asked) = asked.filter(|_| eval.test_fraction.is_none()) {
@@ -566,6 +567,15 @@ fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut
         );
         warn("/eval/test_fraction".to_owned(), "no_test_rows", detail);
     }
+}
+
+/// Counts the prompts of a dataset that are also training prompts, and all of its prompts; `None` = none are shared, or the
+/// prompts are not known.
+fn also_trained(context: &Context, other: Option<&DatasetFacts>) -> Option<(u64, usize)> {
+    let trained = context.dataset.as_ref()?.prompt_keys.as_ref()?;
+    let others = other?.prompt_keys.as_ref()?;
+    let shared = shared_prompts(trained, others);
+    (shared > 0).then_some((shared, others.len()))
 }
 
 /// Rejects a model that only the CPU supports if the server has only GPUs.

@@ -172,9 +172,11 @@ fn or_null(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
 }
 
 pub(super) fn dataset(text: &str) -> RefOr<Schema> {
-    let one = source(format!("{text} Give one of `id`, `records` and `hub`."), &[("sources", joined())]);
+    let display_name = string("Display name of the dataset that is stored from `hub` or `records`; null = none.");
+    let one = [("name", display_name), ("sources", joined())];
+    let one = source(format!("{text} Give one of `id`, `records` and `hub`."), &one);
     let name = string(
-        "Name of the source, unique in the list; metrics are `sources/{name}/…`. Default: the repository's name, or the position in the list.",
+        "Name of the source, unique in the list; metrics are `sources/{name}/…`. Default: the repository's name, with `-` and its configuration, split, owner or a number where that is not unique; without a repository, the position in the list.",
     );
     let weight = number(
         "Weight of the source. Its share of the prompts is its weight divided by the sum of all weights; default: its number of rows.",

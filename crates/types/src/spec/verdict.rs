@@ -29,10 +29,19 @@ pub struct VerdictSampling {
 /// A verdict, as requested.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VerdictSpec {
-    /// The checkpoint to judge; `None` = the best, otherwise the newest.
+    /// The checkpoint to judge; `None` = the job's result if it ended early, otherwise the best, otherwise the newest.
     pub checkpoint: Option<CheckpointChoice>,
     /// How both models are sampled, and which reward passes.
     pub sampling: VerdictSampling,
+}
+
+/// Returns the temperature of the job's evaluation; with several completions per row, that of training if the evaluation is greedy,
+/// because several greedy completions of a row would all be the same.
+pub(crate) fn usual_temperature(plan: &Plan, num_generations: u32) -> f64 {
+    match plan.eval.as_ref().map_or(0.0, |eval| eval.temperature) {
+        0.0 if num_generations > 1 => plan.sampling.temperature,
+        temperature => temperature,
+    }
 }
 
 impl VerdictSpec {
@@ -47,11 +56,7 @@ impl VerdictSpec {
         let checkpoint = checkpoint.value().map(|_| read_checkpoint(&checkpoint));
         let samples = reader.field("num_generations").whole(1..=MAX_SAMPLES).unwrap_or(usual.num_generations);
         let given = reader.field("temperature");
-        let temperature = given.number_in(GREEDY).unwrap_or(match usual.temperature {
-            // Several greedy completions of a row would all be the same.
-            0.0 if samples > 1 => plan.sampling.temperature,
-            usual => usual,
-        });
+        let temperature = given.number_in(GREEDY).unwrap_or_else(|| usual_temperature(plan, samples));
         if samples > 1 && given.value().is_some() && temperature == 0.0 {
             given.fail("conflict", format!("{samples} greedy completions of a row are all the same: give a temperature above 0, or num_generations 1"));
         }
@@ -72,7 +77,7 @@ impl PartialSchema for VerdictDocument {
     fn schema() -> RefOr<Schema> {
         let number = |text: &str| ObjectBuilder::new().schema_type(Type::Number).description(Some(text));
         closed(&[])
-            .property("checkpoint", checkpoint_schema("The checkpoint to judge; default: the best, otherwise the newest."))
+            .property("checkpoint", checkpoint_schema("The checkpoint to judge. Default: the best, otherwise the newest; of a job that an alert, divergence or early stopping ended, its result."))
             .property(
                 "num_generations",
                 integer_of("Completions per model and row, 1 to 64; default: as in the evaluation."),

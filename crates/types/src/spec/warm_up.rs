@@ -87,31 +87,32 @@ fn read_rows(
         item.fail_at("weight", "unknown_field", "a warm-up uses every row equally often: leave the weight out");
     }
     let given = map.is_some();
-    match &mut dataset {
-        Some(DatasetSource::Hub(hub)) if given && hub.map.is_some() => {
+    let own_map = match &mut dataset {
+        Some(DatasetSource::Hub(hub)) => Some(&mut hub.map),
+        Some(DatasetSource::Mapped(mapped)) => Some(&mut mapped.recipe.map),
+        _ => None,
+    };
+    match own_map {
+        Some(Some(_)) if given => {
             map_field
                 .fail("conflict", "the dataset has its own map, and warm_up.map is given too: give one of the two");
         }
-        Some(DatasetSource::Hub(hub)) if given => hub.map = map.clone(),
-        Some(DatasetSource::Mixed(_) | DatasetSource::Joined(..)) if given => {
-            map_field.fail("conflict", "each of several datasets needs its own map: give each {\"hub\": …} a map");
-        }
-        Some(_) | None => {}
+        Some(own) if given => *own = map.clone(),
+        _ => {}
     }
-    let hubs = match &dataset {
-        Some(DatasetSource::Hub(hub)) => vec![hub],
-        Some(DatasetSource::Mixed(sources)) => {
-            let hub = |source: &Option<DatasetSource>| matches!(source, Some(DatasetSource::Hub(_)));
-            let hubs = sources.iter().filter(|mixed| hub(&mixed.source));
-            hubs.filter_map(|mixed| match &mixed.source {
-                Some(DatasetSource::Hub(hub)) => Some(hub),
-                _ => None,
-            })
-            .collect()
-        }
-        _ => Vec::new(),
+    if given && matches!(dataset, Some(DatasetSource::Mixed(_) | DatasetSource::Joined(..))) {
+        map_field.fail("conflict", "each of several datasets needs its own map: give the map inside of each");
+    }
+    let sources: Vec<&DatasetSource> = match &dataset {
+        Some(DatasetSource::Mixed(sources)) => sources.iter().filter_map(|mixed| mixed.source.as_ref()).collect(),
+        other => other.iter().collect(),
     };
-    if hubs.iter().filter_map(|hub| hub.map.as_ref()).chain(&map).any(|map| map.cut_answer) {
+    let maps = sources.into_iter().filter_map(|source| match source {
+        DatasetSource::Hub(hub) => hub.map.as_ref(),
+        DatasetSource::Mapped(mapped) => mapped.recipe.map.as_ref(),
+        _ => None,
+    });
+    if maps.chain(&map).any(|map| map.cut_answer) {
         field.fail(
             "conflict",
             "cut_answer takes the assistant's last turn away, and a warm-up learns from it: leave it out",

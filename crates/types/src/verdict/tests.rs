@@ -1,7 +1,7 @@
 use serde_json::json;
 
 use super::*;
-use crate::spec::{Context, DatasetFacts, JobSpec, ModelFacts, resolve};
+use crate::spec::{Context, DatasetFacts, JobSpec, ModelFacts, VerdictSpec, resolve};
 
 fn plan(eval: Value) -> Plan {
     let mut document = json!({"model": "m", "dataset": {"records": [{"prompt": "p", "answer": "a"}]},
@@ -109,6 +109,19 @@ fn a_row_without_a_reward_of_both_models_does_not_count() {
 }
 
 #[test]
+fn several_completions_of_a_greedy_evaluation_are_sampled_as_in_training() {
+    let greedy = json!({"dataset": {"records": [{"prompt": "p", "answer": "a"}]}, "num_generations": 4});
+    let plan = plan(greedy);
+    assert_eq!((plan.eval.as_ref().unwrap().temperature, plan.sampling.temperature), (0.0, 1.0));
+    let asked = |request: Value| VerdictSpec::read(&request, &plan, usual_sampling(&plan)).unwrap().sampling;
+    // The automatic verdict, which takes the usual sampling, and a request without settings are the same.
+    assert_eq!((usual_sampling(&plan).num_generations, usual_sampling(&plan).temperature), (4, 1.0));
+    assert_eq!(asked(json!({})), usual_sampling(&plan));
+    assert_eq!(asked(json!({"num_generations": 1})).temperature, 0.0);
+    assert_eq!(asked(json!({"temperature": 0.5})).temperature, 0.5);
+}
+
+#[test]
 fn samples_are_averaged_within_a_row_and_give_pass_at_k() {
     let plan = plan(
         json!({"dataset": {"records": [{"prompt": "p", "answer": "a"}]}, "num_generations": 4, "temperature": 1.0}),
@@ -125,11 +138,5 @@ fn samples_are_averaged_within_a_row_and_give_pass_at_k() {
     let text = serde_json::to_string(&judged(&all, &plan)).unwrap();
     assert_eq!(serde_json::from_str::<VerdictResult>(&text).unwrap(), judged(&all, &plan));
     assert_eq!(base, [(1, 0.25), (2, 0.5), (4, 1.0)]);
-    assert!(
-        result.optimistic
-            && result
-                .note
-                .unwrap()
-                .contains("the checkpoint was chosen with these rows too, so the result is optimistic")
-    );
+    assert!(result.optimistic && result.note.unwrap().contains("these rows also chose this checkpoint: optimistic"));
 }

@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use proptest::prelude::*;
+use rlood_types::dataset::RowPlace::{self, File, Line, Row};
 use rlood_types::dataset::{Format, MAX_ROW_BYTES, Reader, Rejected, Summary};
 use serde_json::{Value, json};
 
@@ -24,9 +25,9 @@ fn rows(format: Format, bytes: &[u8]) -> Vec<Value> {
     rows
 }
 
-fn errors(format: Format, bytes: &[u8]) -> Vec<(u64, &'static str)> {
+fn errors(format: Format, bytes: &[u8]) -> Vec<(RowPlace, &'static str)> {
     let (_, result) = read(format, bytes, usize::MAX);
-    result.unwrap_err().errors.into_iter().map(|error| (error.line, error.code)).collect()
+    result.unwrap_err().errors.into_iter().map(|error| (error.place, error.code)).collect()
 }
 
 #[test]
@@ -51,12 +52,12 @@ fn columns_come_in_the_order_of_first_appearance() {
 fn every_bad_line_is_reported_with_its_number() {
     let bytes = b"{\"prompt\":\"a\"}\n{\"prompt\":}\n\n[1]\n{\"prompt\":\" \"}\n{\"text\":\"a\"}\n{\"prompt\":3}\n{\"prompt\":\"\xff\"}\n";
     let expected = [
-        (2, "json"),
-        (4, "not_an_object"),
-        (5, "empty_prompt"),
-        (6, "missing_prompt"),
-        (7, "invalid_prompt"),
-        (8, "encoding"),
+        (Line(2), "json"),
+        (Line(4), "not_an_object"),
+        (Line(5), "empty_prompt"),
+        (Line(6), "missing_prompt"),
+        (Line(7), "invalid_prompt"),
+        (Line(8), "encoding"),
     ];
     assert_eq!(errors(Format::Ndjson, bytes), expected);
     let many = "{}\n".repeat(250);
@@ -78,7 +79,7 @@ fn chat_prompts_are_checked_message_by_message() {
         (json!([{"role": "user", "content": [{"type": "image"}]}]), "invalid_message"),
         (json!(null), "invalid_prompt"),
     ] {
-        assert_eq!(errors(Format::Ndjson, &row(bad.clone())), [(1, code)], "{bad}");
+        assert_eq!(errors(Format::Ndjson, &row(bad.clone())), [(Line(1), code)], "{bad}");
     }
 }
 
@@ -87,7 +88,7 @@ fn images_are_refused_by_name() {
     for column in ["image", "images"] {
         let (_, result) = read(Format::Csv, format!("prompt,{column}\na,x.png\n").as_bytes(), 5);
         let error = result.unwrap_err().errors.remove(0);
-        assert_eq!((error.line, error.code), (2, "images_unsupported"));
+        assert_eq!((error.place, error.code), (Row(1), "images_unsupported"));
         assert!(error.detail.contains(&format!("'{column}'")), "{}", error.detail);
     }
 }
@@ -104,25 +105,29 @@ fn nothing_at_all_is_an_empty_dataset() {
         (Format::Json, b" "),
         (Format::Json, b"{\"records\": []}"),
     ] {
-        assert_eq!(errors(format, bytes), [(0, "empty")], "{format:?} {}", String::from_utf8_lossy(bytes));
+        assert_eq!(errors(format, bytes), [(File, "empty")], "{format:?} {}", String::from_utf8_lossy(bytes));
     }
 }
 
 #[test]
 fn broken_csv_says_where() {
-    assert_eq!(errors(Format::Csv, b"prompt,a\nx,1\ny\nz,1,2\n"), [(3, "field_count"), (4, "field_count")]);
-    assert_eq!(errors(Format::Csv, b"question,a\nx,1\n"), [(1, "missing_prompt")]);
-    assert_eq!(errors(Format::Csv, b"prompt,prompt\nx,1\n"), [(1, "header")]);
-    assert_eq!(errors(Format::Csv, b"prompt,\nx,1\n"), [(1, "header")]);
-    assert_eq!(errors(Format::Csv, b"prompt\na\n\"b\nc\nd"), [(3, "csv")]);
-    assert_eq!(errors(Format::Csv, b"prompt\n\"a\"b\nc"), [(2, "csv")]);
-    assert_eq!(errors(Format::Csv, b"prompt\n\"line 2\nline 3\"\n \nlast"), [(4, "empty_prompt")]);
+    // The header is a line of the file, but no row.
+    assert_eq!(errors(Format::Csv, b"prompt,a\nx,1\ny\nz,1,2\n"), [(Row(2), "field_count"), (Row(3), "field_count")]);
+    assert_eq!(errors(Format::Tsv, b"prompt\ta\nx\t1\ny\n"), [(Row(2), "field_count")]);
+    assert_eq!(errors(Format::Csv, b"question,a\nx,1\n"), [(Line(1), "missing_prompt")]);
+    assert_eq!(errors(Format::Csv, b"prompt,prompt\nx,1\n"), [(Line(1), "header")]);
+    assert_eq!(errors(Format::Csv, b"prompt,\nx,1\n"), [(Line(1), "header")]);
+    assert_eq!(errors(Format::Csv, b"prompt\na\n\"b\nc\nd"), [(Row(2), "csv")]);
+    assert_eq!(errors(Format::Csv, b"prompt\n\"a\"b\nc"), [(Row(1), "csv")]);
+    assert_eq!(errors(Format::Csv, b"prompt\n\"line 2\nline 3\"\n \nlast"), [(Row(2), "empty_prompt")]);
 }
 
 #[test]
 fn broken_json_says_where() {
-    assert_eq!(errors(Format::Json, b"[\n{\"prompt\":\"a\"},\n{\"prompt\":}\n]"), [(3, "json")]);
-    assert_eq!(errors(Format::Json, b"[{\"prompt\":\"a\"}\n{\"prompt\":\"b\"}]"), [(1, "json")]);
+    assert_eq!(errors(Format::Json, b"[\n{\"prompt\":\"a\"},\n{\"prompt\":}\n]"), [(Row(2), "json")]);
+    assert_eq!(errors(Format::Json, b"[{\"prompt\":\"a\"}\n{\"prompt\":\"b\"}]"), [(Row(1), "json")]);
+    // An error between two rows has a line.
+    assert_eq!(errors(Format::Json, b"[{\"prompt\":\"a\"},\n]"), [(Line(2), "json")]);
     for bytes in [
         "{\"prompt\":\"a\"}",
         "{\"rows\":[]}",
@@ -141,16 +146,16 @@ fn values_that_would_be_rounded_or_dropped_are_rejected_with_their_position() {
     let of = |format, text: &str| read(format, text.as_bytes(), usize::MAX).1.unwrap_err().errors.remove(0);
     let long = "{\"prompt\":\"a\"}\n{\"prompt\":\"b\",\"id\":123456789012345678901234567890}\n";
     let error = of(Format::Ndjson, long);
-    assert_eq!((error.line, error.code), (2, "not_exact"));
+    assert_eq!((error.place, error.code), (Line(2), "not_exact"));
     assert!(error.detail.starts_with("at column 20: the integer 123456789012345678901234567890"), "{}", error.detail);
     assert!(error.detail.contains("write it as a string"), "{}", error.detail);
     for twice in ["{\"prompt\":\"a\",\"prompt\":\"b\"}", "{\"prompt\":\"a\",\"x\":[{\"y\":1,\"y\":1}]}"] {
         let error = of(Format::Ndjson, twice);
-        assert_eq!((error.line, error.code), (1, "not_exact"));
+        assert_eq!((error.place, error.code), (Line(1), "not_exact"));
         assert!(error.detail.contains("duplicate key"), "{}", error.detail);
     }
     let error = of(Format::Json, "[\n{\"prompt\":\"a\",\n  \"n\": -9223372036854775809}]");
-    assert_eq!((error.line, error.code), (2, "not_exact"));
+    assert_eq!((error.place, error.code), (Row(1), "not_exact"));
     assert!(error.detail.starts_with("at line 3, column 8: "), "{}", error.detail);
     // Fractions are rounded as in other parsers, and integers that fit into 64 bits are kept.
     let kept = "{\"prompt\":\"a\",\"n\":18446744073709551615,\"x\":1e30,\"y\":0.1000000000000000055511151231257827}\n";
@@ -168,22 +173,22 @@ fn a_csv_header_with_a_duplicate_or_missing_name_is_rejected() {
 #[test]
 fn utf_16_is_named() {
     let bytes: Vec<u8> = "\u{feff}prompt\na\n".encode_utf16().flat_map(u16::to_le_bytes).collect();
-    assert_eq!(errors(Format::Csv, &bytes), [(1, "encoding")]);
+    assert_eq!(errors(Format::Csv, &bytes), [(Line(1), "encoding")]);
 }
 
 #[test]
 fn undeclared_gzip_is_recognized() {
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
     encoder.write_all(b"{\"prompt\": \"a\"}\n").unwrap();
-    assert_eq!(errors(Format::Ndjson, &encoder.finish().unwrap()), [(1, "gzip")]);
+    assert_eq!(errors(Format::Ndjson, &encoder.finish().unwrap()), [(Line(1), "gzip")]);
 }
 
 #[test]
 fn an_endless_row_is_rejected_with_its_number_and_never_buffered() {
-    for (format, start) in [
-        (Format::Ndjson, "{\"prompt\":\"a\"}\n{\"prompt\":\""),
-        (Format::Csv, "prompt\n\""),
-        (Format::Json, "[\n{\"prompt\":\""),
+    for (format, start, place) in [
+        (Format::Ndjson, "{\"prompt\":\"a\"}\n{\"prompt\":\"", Line(2)),
+        (Format::Csv, "prompt\n\"", Row(1)),
+        (Format::Json, "[\n{\"prompt\":\"", Row(1)),
     ] {
         let (mut reader, mut out) = (Reader::new(format), Vec::new());
         reader.push(start.as_bytes(), &mut out);
@@ -193,7 +198,7 @@ fn an_endless_row_is_rejected_with_its_number_and_never_buffered() {
         }
         assert!(out.capacity() < MAX_ROW_BYTES);
         let error = reader.finish(&mut out).unwrap_err().errors.remove(0);
-        assert_eq!((error.line, error.code), (2, "row_too_long"), "{format:?}");
+        assert_eq!((error.place, error.code), (place, "row_too_long"), "{format:?}");
     }
 }
 

@@ -69,18 +69,28 @@ fn a_list_has_names_and_weights_and_its_errors_have_places() {
         (json!([]), "/dataset", "1 to 64 sources"),
         (json!([{"id": id}, 5]), "/dataset/1", "an object"),
         (json!([{"id": id, "name": "a"}, {"id": id, "name": "a"}]), "/dataset/1/name", "another source is called 'a'"),
-        (json!([{"hub": "a/x"}, {"hub": "b/x"}]), "/dataset/1/name", "another source is called 'x'"),
         (json!([{"id": id, "name": "a b"}]), "/dataset/0/name", "letters, digits"),
         (json!([{"id": id, "weight": 0}]), "/dataset/0/weight", "greater than 0"),
         (json!([{"id": id, "weight": -1}]), "/dataset/0/weight", "greater than 0"),
         (json!([{"id": id, "wieght": 1}]), "/dataset/0/wieght", "weight"),
-        (json!([{"id": id, "map": {"prompt": "q"}}]), "/dataset/0/map", "mapped when it is uploaded"),
+        (json!([{"id": id, "map": {"promt": "q"}}]), "/dataset/0/map", "unknown field `promt`"),
+        (json!([{"id": id, "map": {"keep": [], "drop": []}}]), "/dataset/0/map", "either keep or drop"),
+        (json!([{"records": [{"q": "a"}], "limit": 0}]), "/dataset/0/limit", "at least 1"),
+        (json!({"records": [{"q": "a"}], "seed": 1}), "/dataset/seed", "give limit as well"),
+        (json!([{"records": [], "map": {"prompt": "q"}}]), "/dataset/0/records", "the dataset is empty"),
+        (json!({"id": id, "config": "main"}), "/dataset/config", "belong to {\"hub\": …}"),
+        (
+            json!({"id": id, "limit": 1, "sources": [{"name": "a", "num_rows": 5, "weight": 1}]}),
+            "/dataset/sources",
+            "cannot be mapped together",
+        ),
         (json!([{"records": []}]), "/dataset/0/records", "the dataset is empty"),
         (json!([{"records": [{"prompt": "a"}, {"promt": "b"}]}]), "/dataset/0/records/1/prompt", "prompt"),
         (json!([{"hub": "a/x", "map": {"promt": "q"}}]), "/dataset/0", "promt"),
         (json!([[{"id": id}]]), "/dataset/0", "an object"),
         (json!({"id": id, "weight": 2}), "/dataset/weight", "one of several sources"),
-        (json!({"hub": "a/x", "name": "x"}), "/dataset/name", "one of several sources"),
+        (json!({"hub": "a/x", "name": " "}), "/dataset/name", "must not be empty"),
+        (json!({"id": id, "name": "x"}), "/dataset/name", "keeps its own name"),
         (json!({"id": id, "sources": [{"name": "a", "num_rows": 5}]}), "/dataset/sources/0/weight", "weight"),
         (json!({"records": [{"prompt": "a"}], "sources": []}), "/dataset/sources", "give its id too"),
     ] {
@@ -91,6 +101,54 @@ fn a_list_has_names_and_weights_and_its_errors_have_places() {
     let eval = json!({"eval": {"dataset": [{"id": id, "weight": 2}], "every_steps": 5}});
     let (_, errors) = JobSpec::read(job(json!({"id": id}), json!([{"type": "length"}]), eval));
     assert_eq!(errors[0].pointer, "/eval/dataset/0/weight", "{errors:?}");
+}
+
+#[test]
+fn default_names_differ_by_what_the_sources_differ_in() {
+    let id = rlood_types::id::DatasetId::new();
+    let gsm8k = |config: Value, split: Value| json!({"hub": "openai/gsm8k", "config": config, "split": split});
+    for (dataset, expected) in [
+        (json!([gsm8k(json!("main"), json!(null)), {"id": id}]), &["gsm8k", "source_2"][..]),
+        (
+            json!([gsm8k(json!("main"), json!("train")), gsm8k(json!("socratic"), json!("train"))]),
+            &["gsm8k-main", "gsm8k-socratic"],
+        ),
+        (
+            json!([gsm8k(json!("main"), json!("train")), gsm8k(json!("main"), json!("test"))]),
+            &["gsm8k-main-train", "gsm8k-main-test"],
+        ),
+        (json!([gsm8k(json!(null), json!(null)), gsm8k(json!("a b"), json!(null))]), &["gsm8k", "gsm8k-a_b"]),
+        (json!([{"hub": "a/x"}, {"hub": "b/x"}]), &["a-x", "b-x"]),
+        (json!([{"hub": "a/x"}, {"hub": "a/x@v2"}, {"hub": "a/x", "name": "x-2"}]), &["x", "x-3", "x-2"]),
+        (json!([{"id": id, "name": "source_2"}, {"id": id}]), &["source_2", "source_2-2"]),
+    ] {
+        let (spec, errors) = JobSpec::read(job(dataset.clone(), json!([{"type": "length"}]), json!({})));
+        assert_eq!(errors, [], "{dataset}");
+        let Some(DatasetSource::Mixed(sources)) = spec.dataset else { panic!("{dataset}") };
+        assert_eq!(sources.iter().map(|source| source.name.as_str()).collect::<Vec<_>>(), expected, "{dataset}");
+    }
+}
+
+#[test]
+fn rows_of_an_upload_and_of_the_job_can_be_mapped() {
+    let id = rlood_types::id::DatasetId::new();
+    let records = json!([{"question": "1+1?", "messages": []}]);
+    let map = json!({"prompt": "question"});
+    let (spec, errors) = JobSpec::read(job(
+        json!([{"id": id, "map": map, "limit": 5, "seed": 1, "weight": 2}, {"records": records, "map": map}, {"id": id}]),
+        json!([{"type": "length"}]),
+        json!({"eval": {"dataset": {"records": records, "map": map, "name": "held out"}, "every_steps": 5}}),
+    ));
+    assert_eq!(errors, []);
+    let Some(DatasetSource::Mixed(sources)) = &spec.dataset else { panic!("{:?}", spec.dataset) };
+    let Some(DatasetSource::Mapped(first)) = &sources[0].source else { panic!("{sources:?}") };
+    assert_eq!((&first.source, first.recipe.limit, first.recipe.seed), (&DatasetSource::Id(id), Some(5), Some(1)));
+    let Some(DatasetSource::Mapped(second)) = &sources[1].source else { panic!("{sources:?}") };
+    assert_eq!(second.source, DatasetSource::Records(records.as_array().unwrap().clone()));
+    assert_eq!(sources[2].source, Some(DatasetSource::Id(id)), "without a map nothing is converted");
+    let Some(DatasetSource::Mapped(held_out)) = spec.eval.unwrap().dataset else { panic!("no mapped evaluation") };
+    assert_eq!(held_out.source, DatasetSource::Records(records.as_array().unwrap().clone()));
+    assert_eq!(spec.redacted["dataset"][1]["records"], json!([]), "rows are not kept in the document");
 }
 
 #[test]

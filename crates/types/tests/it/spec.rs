@@ -828,7 +828,7 @@ fn equal_prompts_stay_together_and_prompts_on_both_sides_are_counted() {
     let keys = |prompts: &[u64]| -> Option<Vec<PromptKey>> {
         Some(prompts.iter().map(|prompt| prompt_key(&json!(format!("prompt {prompt}")))).collect())
     };
-    let with_facts = |document: Value, train: Vec<u64>, eval: &[u64]| {
+    let with_facts = |document: Value, train: Vec<u64>, (eval, test): (&[u64], &[u64])| {
         let (spec, errors) = JobSpec::read(document);
         assert_eq!(errors, []);
         let facts = |prompts: &[u64], sha256: &str| DatasetFacts {
@@ -840,25 +840,31 @@ fn equal_prompts_stay_together_and_prompts_on_both_sides_are_counted() {
             model: Some(model()),
             dataset: Some(facts(&train, "aa")),
             eval_dataset: (!eval.is_empty()).then(|| facts(eval, "bb")),
+            test_dataset: (!test.is_empty()).then(|| facts(test, "cc")),
             ..Context::default()
         };
         resolve(&spec, &context)
     };
     // Forty rows of ten prompts: a tenth is one prompt with its four rows.
     let repeated: Vec<u64> = (0..40).map(|row| row % 10).collect();
-    let plan = with_facts(with("/eval", json!({"fraction": 0.1})), repeated.clone(), &[]).unwrap().plan;
+    let plan = with_facts(with("/eval", json!({"fraction": 0.1})), repeated.clone(), (&[], &[])).unwrap().plan;
     assert_eq!(plan.eval.unwrap().held_out_rows, Some(4));
     assert_eq!(plan.arithmetic, Arithmetic::LATEST);
-    let plan = with_facts(with("/eval", json!({"fraction": 0.05})), repeated.clone(), &[]).unwrap().plan;
+    let plan = with_facts(with("/eval", json!({"fraction": 0.05})), repeated.clone(), (&[], &[])).unwrap().plan;
     assert_eq!(plan.eval.unwrap().held_out_rows, Some(4), "half a prompt cannot be held out");
-    let errors = with_facts(with("/eval", json!({"fraction": 0.1})), vec![3; 40], &[]).unwrap_err();
+    let errors = with_facts(with("/eval", json!({"fraction": 0.1})), vec![3; 40], (&[], &[])).unwrap_err();
     assert_eq!((errors[0].pointer.as_str(), errors[0].code.as_str()), ("/eval/fraction", "nothing_to_hold_out"));
 
-    let own = with("/eval", json!({"dataset": {"id": rlood_types::id::DatasetId::new()}}));
-    let shared = |eval: &[u64]| {
-        let warnings = with_facts(own.clone(), repeated.clone(), eval).unwrap().warnings;
-        warnings.into_iter().find(|warning| warning.code == "eval_prompts_in_training").map(|warning| warning.detail)
+    let id = rlood_types::id::DatasetId::new;
+    let own = with("/eval", json!({"dataset": {"id": id()}, "test_dataset": {"id": id()}}));
+    let shared = |eval: &[u64], test: &[u64]| {
+        let warnings = with_facts(own.clone(), repeated.clone(), (eval, test)).unwrap().warnings;
+        let of = |code: &str| {
+            warnings.iter().find(|warning| warning.code == code).map_or_else(String::new, |found| found.detail.clone())
+        };
+        (of("eval_prompts_in_training"), of("test_prompts_in_training"))
     };
-    assert!(shared(&[8, 9, 10, 9]).unwrap().starts_with("3 of 4 evaluation prompts"));
-    assert_eq!(shared(&[10, 11]), None);
+    let (eval, test) = shared(&[8, 9, 10, 9], &[20, 1]);
+    assert!(eval.starts_with("3 of 4 evaluation prompts") && test.starts_with("1 of 2 test prompts"), "{eval}, {test}");
+    assert_eq!(shared(&[10, 11], &[12, 13]), (String::new(), String::new()));
 }

@@ -1,9 +1,10 @@
 //! Tests of the warm-up of a job: what is accepted, what is rejected, and what a fork may change.
 
 use rlood_types::dataset::PROMPT;
+use rlood_types::id::DatasetId;
 use rlood_types::spec::{
-    Context, DatasetFacts, DatasetSource, FieldError, JobSpec, Plan, PromptLengths, Resolution, WarmUpReference,
-    continues, forked_document, resolve, resume_identity, submittable,
+    Context, DatasetFacts, DatasetPlan, DatasetSource, EvalPlan, FieldError, GuardPlan, JobSpec, Plan, PromptLengths,
+    Resolution, WarmUpReference, continues, forked_document, resolve, resume_identity, submittable,
 };
 use serde_json::{Value, json};
 
@@ -130,6 +131,15 @@ fn every_error_of_a_warm_up_has_its_pointer() {
         "one of the two",
     );
     refused(
+        |job| {
+            job["warm_up"]["dataset"] = json!({"records": [{"q": "?"}], "map": {"prompt": "q"}});
+            job["warm_up"]["map"] = json!({"prompt": "q"});
+        },
+        "/warm_up/map",
+        "conflict",
+        "one of the two",
+    );
+    refused(
         |job| job["warm_up"]["dataset"] = json!({"hub": "org/sft", "map": {"prompt": "messages", "cut_answer": true}}),
         "/warm_up/dataset",
         "conflict",
@@ -150,6 +160,10 @@ fn every_error_of_a_warm_up_has_its_pointer() {
         "no_chat_template",
         "chat template",
     );
+}
+
+#[test]
+fn a_row_that_exceeds_the_context_is_refused() {
     let errors = resolved(job(|_| {}), 513).unwrap_err();
     assert_eq!((errors[0].pointer.as_str(), errors[0].code.as_str()), ("/warm_up/dataset", "row_too_long"));
     assert!(errors[0].detail.contains("513") && errors[0].detail.contains("512"), "{}", errors[0].detail);
@@ -193,6 +207,14 @@ fn messages_are_prompts_and_mapped_records_need_not_be_rows() {
     assert_eq!(errors, []);
     let warm_up = spec.warm_up.unwrap();
     assert_eq!(warm_up.map.unwrap().completion.as_deref(), Some("answer"));
+    // The map may also be in the dataset, whose rows then stay as they are.
+    let rows = json!([{"messages": chat}]);
+    let (own, errors) = JobSpec::read(job(|job| {
+        job["warm_up"]["dataset"] = json!({"records": rows, "map": {"prompt": "messages"}, "limit": 1});
+    }));
+    assert_eq!(errors, []);
+    let Some(DatasetSource::Mapped(mapped)) = own.warm_up.unwrap().dataset else { panic!("mapped") };
+    assert_eq!((mapped.source, mapped.recipe.limit), (DatasetSource::Records(vec![rows[0].clone()]), Some(1)));
     assert!(spec.redacted["warm_up"]["dataset"]["records"].as_array().unwrap().is_empty(), "rows are not stored twice");
 }
 
@@ -247,4 +269,27 @@ fn the_estimate_counts_the_answers_and_the_reference() {
     assert!(estimate(beta, 20).checkpoint_bytes > estimate(base, 20).checkpoint_bytes);
     let short = |job: &mut Value| job["sampling"] = json!({"max_completion_length": 1});
     assert!(estimate(short, 500).activation_bytes > estimate(short, 5).activation_bytes);
+}
+
+#[test]
+fn the_warm_up_leaves_the_verdict_s_prompts_out_unless_its_plan_is_older_than_this_rule() {
+    let mut plan = plan_of(|_| {});
+    let dataset = |sha256: &str| DatasetPlan::new(DatasetId::new(), sha256.to_owned(), 1);
+    let guard = GuardPlan { dataset: dataset("guard"), rewards: None, margin: 0.02 };
+    plan.eval = Some(EvalPlan {
+        test_dataset: Some(dataset("test")),
+        guard: Some(guard),
+        ..EvalPlan::of_dataset(dataset("eval"), 10)
+    });
+    let left_out = |plan: &Plan| -> Vec<String> {
+        plan.datasets_left_out_of_warm_up().map(|dataset| dataset.sha256.clone()).collect()
+    };
+    assert_eq!(left_out(&plan), ["test", "guard"]);
+    let mut stored = json!(plan);
+    stored["arithmetic"].as_object_mut().unwrap().shift_remove("warm_up");
+    let older: Plan = serde_json::from_value(stored).unwrap();
+    assert!(left_out(&older).is_empty(), "a job that was accepted earlier keeps the rows of its warm-up");
+    assert_eq!(resume_identity(&older), resume_identity(&plan), "its checkpoints fit");
+    plan.warm_up = None;
+    assert!(left_out(&plan).is_empty());
 }

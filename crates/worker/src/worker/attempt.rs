@@ -33,7 +33,7 @@ use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
 use crate::reward::{RewardDeps, Rewards};
 use crate::reward_model::LocalRewardModels;
-use crate::spec::{DatasetPlan, eval_secret_name};
+use crate::spec::{DatasetPlan, Plan, PromptKey, eval_secret_name, prompt_key};
 
 /// Minimum interval between two heartbeats to the server.
 const MIN_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
@@ -58,6 +58,7 @@ struct Prepared {
     rows: Vec<PromptRow>,
     eval_rows: Vec<PromptRow>,
     warm_up_rows: Vec<PromptRow>,
+    judged_keys: Vec<PromptKey>,
     resume: Option<PathBuf>,
     initial: Option<PathBuf>,
 }
@@ -354,14 +355,32 @@ impl Attempt {
             // The warm-up (supervised training before RLOO) has finished before the checkpoint, so its rows are not needed.
             Some(_) | None => Vec::new(),
         };
+        let judged_keys = match done < claim.plan.warm_up_steps() {
+            true => self.fetch_judged_keys(&claim.plan, scratch).await?,
+            false => Vec::new(),
+        };
         let initial = self.fetch_initial(&claim.initial, scratch).await?;
-        Ok(Prepared { models, rows, eval_rows, warm_up_rows, resume, initial })
+        Ok(Prepared { models, rows, eval_rows, warm_up_rows, judged_keys, resume, initial })
+    }
+
+    /// Returns the keys of the prompts that only the verdict reads, whose rows the warm-up leaves out.
+    async fn fetch_judged_keys(&self, plan: &Plan, scratch: &Path) -> Result<Vec<PromptKey>, Failure> {
+        let mut keys = Vec::new();
+        for dataset in plan.datasets_left_out_of_warm_up() {
+            let rows = self.fetch_rows(dataset, scratch).await?;
+            keys.extend(rows.iter().map(|row| prompt_key(&row.prompt)));
+        }
+        Ok(keys)
     }
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
-        // Each dataset has its own file name, because a download resumes the file that it finds under its name.
+        // Each dataset has its own file name, because a download resumes the file that it finds under its name. A dataset with
+        // several uses is downloaded once: a file that is there is complete, because a failed download ends the attempt.
         let path = scratch.join(format!("{}.ndjson", dataset.id));
-        self.check_transfer(fetch(|| self.client.dataset(self.claim_ref, dataset.id, &dataset.sha256, &path)).await)?;
+        if !path.exists() {
+            let download = || self.client.dataset(self.claim_ref, dataset.id, &dataset.sha256, &path);
+            self.check_transfer(fetch(download).await)?;
+        }
         let read = tokio::task::spawn_blocking(move || read_rows(&path)).await;
         match read {
             Ok(Ok(rows)) => Ok(rows),
@@ -427,6 +446,7 @@ impl EngineRun {
                     rows: prepared.rows,
                     eval_rows: prepared.eval_rows,
                     warm_up_rows: prepared.warm_up_rows,
+                    judged_keys: prepared.judged_keys,
                     resume: prepared.resume,
                     initial_adapter: prepared.initial,
                     scratch_dir: &scratch_dir,

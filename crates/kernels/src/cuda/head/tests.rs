@@ -86,6 +86,16 @@ fn scores_are_the_naive_ones() {
             assert_close(&actual, &logp, 3e-6, &case.what());
             let actual: Vec<f32> = scores.iter().map(|score| score.entropy).collect();
             assert_close(&actual, &entropy, 1e-5, &case.what());
+            let greedy = Pick { temperature: 0.0, uniform: 0.0 };
+            let chosen = choose(&device, &head, there.x(&case), &vec![greedy; case.rows], &Filters::OFF).unwrap();
+            let top: Vec<u32> = chosen.iter().map(|chosen| chosen.token).collect();
+            let is_top = |targets: &[u32]| -> Vec<bool> {
+                let (scores, _) = score(&device, &head, there.x(&case), targets, temperature).unwrap();
+                scores.iter().map(|score| score.is_top).collect()
+            };
+            assert_eq!(is_top(&top), vec![true; case.rows], "{}", case.what());
+            let others: Vec<u32> = top.iter().map(|token| (token + 1) % case.vocab as u32).collect();
+            assert_eq!(is_top(&others), vec![case.vocab == 1; case.rows], "{}", case.what());
         }
     }
 }

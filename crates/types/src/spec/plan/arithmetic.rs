@@ -16,13 +16,21 @@ pub struct Arithmetic {
     pub ties: TieRule,
     /// The order in which floating-point sums are computed.
     pub sums: SumOrder,
+    /// Which rows the warm-up leaves out.
+    pub warm_up: WarmUpRule,
 }
 
 impl Arithmetic {
     /// The arithmetic rules of rlood 0.1.
-    pub const FIRST: Self = Self { split: SplitRule::RowNumber, ties: TieRule::Std, sums: SumOrder::V1 };
+    pub const FIRST: Self =
+        Self { split: SplitRule::RowNumber, ties: TieRule::Std, sums: SumOrder::V1, warm_up: WarmUpRule::Evaluated };
     /// The arithmetic rules of new jobs.
-    pub const LATEST: Self = Self { split: SplitRule::PromptHash, ties: TieRule::Equal, sums: SumOrder::V1 };
+    pub const LATEST: Self = Self {
+        split: SplitRule::PromptHash,
+        ties: TieRule::Equal,
+        sums: SumOrder::V1,
+        warm_up: WarmUpRule::EvaluatedAndJudged,
+    };
 
     /// Whether these are the arithmetic rules of rlood 0.1, which a plan without rules follows.
     pub fn is_first(&self) -> bool {
@@ -62,6 +70,17 @@ pub enum SumOrder {
     V1,
 }
 
+/// Which rows of its dataset the warm-up leaves out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WarmUpRule {
+    /// Rows whose prompts are evaluated during training, or set aside by `eval.test_fraction`.
+    #[default]
+    Evaluated,
+    /// These, and rows whose prompts are in `eval.test_dataset` or in the guard set, which only the verdict reads.
+    EvaluatedAndJudged,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -70,9 +89,12 @@ mod tests {
     #[test]
     fn absent_rules_are_those_of_the_first_version_and_unknown_ones_are_refused() {
         assert_eq!(serde_json::from_value::<Arithmetic>(json!({})).unwrap(), Arithmetic::FIRST);
-        let latest = json!({"split": "prompt_hash", "ties": "equal", "sums": "v1"});
+        let latest = json!({"split": "prompt_hash", "ties": "equal", "sums": "v1", "warm_up": "evaluated_and_judged"});
         assert_eq!(serde_json::to_value(Arithmetic::LATEST).unwrap(), latest);
         assert_eq!(serde_json::from_value::<Arithmetic>(latest).unwrap(), Arithmetic::LATEST);
+        // A plan that was stored before this rule existed keeps the rows of its warm-up.
+        let stored = json!({"split": "prompt_hash", "ties": "equal", "sums": "v1"});
+        assert_eq!(serde_json::from_value::<Arithmetic>(stored).unwrap().warm_up, WarmUpRule::Evaluated);
         for later in [json!({"ties": "nearly"}), json!({"rounding": "up"}), json!({"sums": "v2"})] {
             assert!(serde_json::from_value::<Arithmetic>(later.clone()).is_err(), "{later}");
         }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{DatasetPlan, Plan};
+use super::{DatasetPlan, Plan, WarmUpRule};
 
 /// Supervised steps before the first RLOO step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -47,6 +47,17 @@ impl Plan {
     /// Converts a step of the job to an RLOO step; `None` before the end of the warm-up.
     pub fn rloo_step(&self, step: u64) -> Option<u64> {
         step.checked_sub(self.warm_up_steps())
+    }
+
+    /// Iterates over the datasets whose prompts the warm-up leaves out because only the verdict reads them: the test dataset and the
+    /// guard set. Empty without a warm-up, and under the rule of earlier versions.
+    pub fn datasets_left_out_of_warm_up(&self) -> impl Iterator<Item = &DatasetPlan> {
+        let leaves_out = self.warm_up.is_some() && self.arithmetic.warm_up == WarmUpRule::EvaluatedAndJudged;
+        let eval = self.eval.as_ref().filter(|_| leaves_out);
+        eval.into_iter().flat_map(|eval| {
+            let of_guard = eval.guard.as_ref().map(|guard| &guard.dataset);
+            eval.test_dataset.iter().chain(of_guard)
+        })
     }
 
     /// Whether the KL penalty is measured against the weights at the end of the warm-up.

@@ -7,7 +7,9 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
 use serde_json::{Map, json};
 
-use crate::jinja::{Ordered, Template, charge, environment, to_json, to_json_value, to_value};
+use crate::jinja::{
+    NULL_IN_TEXT, Ordered, Template, charge, environment, refuse_nulls, to_json, to_json_value, to_value,
+};
 use crate::rollout::RewardSample;
 
 /// Maximum number of instructions per rendering. A typical rendering takes tens.
@@ -17,14 +19,23 @@ const MAX_OUTPUT_BYTES: usize = 4 << 20;
 /// Maximum number of bytes that one rendering may allocate.
 const MAX_ALLOCATED_BYTES: u64 = 64 << 20;
 
-static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
+static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(sandbox);
+
+/// The environment of templates over a dataset's rows, whose texts are stored: a null never becomes the text `None`.
+static ROWS: LazyLock<Environment<'static>> = LazyLock::new(|| {
+    let mut environment = sandbox();
+    refuse_nulls(&mut environment);
+    environment
+});
+
+fn sandbox() -> Environment<'static> {
     let mut environment = environment(MAX_INSTRUCTIONS);
     environment.set_undefined_behavior(UndefinedBehavior::Strict);
     environment.set_formatter(write);
     let syntax = SyntaxConfig::builder().keep_trailing_newline(true).build();
     environment.set_syntax(syntax.expect("Jinja's standard delimiters are valid"));
     environment
-});
+}
 
 /// A template that was compiled successfully.
 ///
@@ -36,9 +47,14 @@ pub struct SampleTemplate {
     template: Template,
     /// The compiled expression and its source, if the template is a single `{{ expression }}`.
     expression: Option<(Template, String)>,
+    /// Whether the variables are the columns of a dataset's row.
+    is_of_rows: bool,
 }
 
 impl SampleTemplate {
+    /// A part of the error of a template that makes a text of null.
+    pub const NULL_IN_TEXT: &'static str = NULL_IN_TEXT;
+
     /// Compiles a template. The error message is for the user who wrote it.
     pub fn new(source: &str) -> Result<Self, String> {
         let template =
@@ -46,7 +62,21 @@ impl SampleTemplate {
         let inside = source.trim().strip_prefix("{{").and_then(|rest| rest.strip_suffix("}}"));
         let compiled =
             inside.and_then(|inside| Some((Template::expression(inside.to_owned()).ok()?, inside.to_owned())));
-        Ok(Self { template, expression: compiled })
+        Ok(Self { template, expression: compiled, is_of_rows: false })
+    }
+
+    /// Compiles a template over the columns of a dataset's rows: a null as a part of a text is an error.
+    pub fn of_rows(source: &str) -> Result<Self, String> {
+        Ok(Self { is_of_rows: true, ..Self::new(source)? })
+    }
+
+    /// Compiles an expression over the columns of a dataset's rows, for [`SampleTemplate::value`].
+    pub fn condition_of_rows(source: &str) -> Result<Self, String> {
+        Ok(Self { is_of_rows: true, ..Self::expression(source)? })
+    }
+
+    fn environment(&self) -> &'static Environment<'static> {
+        if self.is_of_rows { &ROWS } else { &ENVIRONMENT }
     }
 
     /// Compiles an expression alone, for [`SampleTemplate::value`].
@@ -57,14 +87,14 @@ impl SampleTemplate {
 
     /// Renders the template's text for these variables.
     pub fn render(&self, variables: &Value) -> Result<String, String> {
-        let text = self.template.render(&ENVIRONMENT, variables.clone(), MAX_ALLOCATED_BYTES, MAX_OUTPUT_BYTES);
+        let text = self.template.render(self.environment(), variables.clone(), MAX_ALLOCATED_BYTES, MAX_OUTPUT_BYTES);
         text.map_err(|error| describe_error(&error))
     }
 
     /// Returns the expression's value if the template is a single `{{ expression }}`, otherwise the rendered text.
     pub fn value(&self, variables: &Value) -> Result<serde_json::Value, String> {
         let Some((expression, written)) = &self.expression else { return Ok(self.render(variables)?.into()) };
-        let value = expression.eval(&ENVIRONMENT, variables.clone(), MAX_ALLOCATED_BYTES, |value| {
+        let value = expression.eval(self.environment(), variables.clone(), MAX_ALLOCATED_BYTES, |value| {
             if value.is_undefined() {
                 let text = format!("'{}' is undefined", written.trim());
                 return Err(Error::new(ErrorKind::UndefinedError, text));
@@ -201,6 +231,45 @@ mod tests {
         for source in ["{{ prompt", "{% if %}", "{{ 1 + }}"] {
             assert!(SampleTemplate::new(source).is_err(), "{source}");
         }
+    }
+
+    #[test]
+    fn a_null_becomes_no_text_of_a_row() {
+        let row = json!({"null": null, "text": " a ", "list": ["b", null], "zero": 0});
+        let variables = SampleTemplate::row_variables(row.as_object().unwrap());
+        for source in [
+            "{{ null | trim }}",
+            "{{ null | upper }}",
+            "{{ null | string }}",
+            "{{ null | replace('a', 'b') }}",
+            "{{ text | replace('a', null) }}",
+            "{{ null | split(',') | first }}",
+            "{{ null ~ text }}",
+            "{{ text ~ null }}",
+            "{{ '%s' | format(null) }}",
+            "{{ '{}'.format(null) }}",
+            "{{ list | join(', ') }}",
+            "{{ ', '.join(list) }}",
+            "{% filter upper %}{{ null }}{% endfilter %}",
+            "{{ null }}",
+        ] {
+            let error = SampleTemplate::of_rows(source).unwrap().render(&variables).expect_err(source);
+            assert!(error.contains("null"), "{source}: {error}");
+        }
+        for (source, expected) in [
+            ("{{ null | default('', true) | trim }}", ""),
+            ("{{ text | trim ~ zero }}", "a0"),
+            ("{{ text.strip() }}{{ list[0] }}{{ [text, 1] | join('-') }}", "ab a -1"),
+            ("{{ text | split | first }}{{ text | split(none) | first }}", "aa"),
+            ("{% if null %}x{% endif %}{{ null is none }}{{ null | tojson }}", "truenull"),
+        ] {
+            assert_eq!(SampleTemplate::of_rows(source).unwrap().render(&variables).unwrap(), expected, "{source}");
+        }
+        let holds = |source: &str| SampleTemplate::condition_of_rows(source).unwrap().value(&variables);
+        assert_eq!(holds("null == 'a' or text | trim == 'a'"), Ok(json!(true)));
+        assert!(holds("null | trim == ''").is_err());
+        // Elsewhere templates write null as Jinja does.
+        assert_eq!(SampleTemplate::new("{{ null ~ text }}").unwrap().render(&variables).unwrap(), "None a ");
     }
 
     #[test]
