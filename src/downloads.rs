@@ -10,11 +10,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
-use tokio::task::AbortHandle;
+use tokio::task::JoinHandle;
 
 use crate::error_text::with_causes;
 use crate::hub::{Hub, HubError, Progress, Repo, RepoKind, RepoPlan, clean_parts};
-use crate::store::{HubOrigin, ModelRow, Store, clock_ms};
+use crate::store::{HubOrigin, ModelRow, Store, StoreError, clock_ms};
 
 /// Maximum number of concurrent downloads; others wait.
 const MAX_CONCURRENT: usize = 2;
@@ -46,6 +46,17 @@ pub struct Advance {
     pub eta_s: Option<f64>,
 }
 
+/// What unfinished downloads of models will still store, as seen by one more download.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Pending {
+    /// Bytes that are not in the models' folders yet; partial files are not in them.
+    pub missing_in_folders: u64,
+    /// Bytes that are not on the disk yet.
+    pub missing_on_disk: u64,
+    /// Bytes that are already in the directory of the one more download.
+    pub stored: u64,
+}
+
 /// All model downloads of a server. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Downloads(Arc<Inner>);
@@ -56,6 +67,8 @@ struct Inner {
     root: PathBuf,
     places: Semaphore,
     running: Mutex<HashMap<String, Running>>,
+    /// Held from the check whether a model fits until its row is stored, so that of two models each is checked against the other.
+    admission: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -64,7 +77,7 @@ struct Running {
     total: u64,
     progress: Arc<Progress>,
     polls: VecDeque<(Instant, u64)>,
-    task: AbortHandle,
+    task: JoinHandle<()>,
 }
 
 impl Running {
@@ -85,7 +98,8 @@ impl Downloads {
     /// Creates the download manager of a data directory.
     pub fn new(store: Store, root: &Path) -> Self {
         let (root, places) = (root.to_owned(), Semaphore::new(MAX_CONCURRENT));
-        Self(Arc::new(Inner { store, root, places, running: Mutex::default() }))
+        let (running, admission) = (Mutex::default(), tokio::sync::Mutex::default());
+        Self(Arc::new(Inner { store, root, places, running, admission }))
     }
 
     /// Returns the directory of partial files, named by hash.
@@ -94,13 +108,21 @@ impl Downloads {
     }
 
     /// Returns the directory that holds a model's outline during the download: its small files and the headers of its weights.
-    pub fn outline(&self, commit: &str) -> PathBuf {
-        self.0.root.join("hub").join("outlines").join(commit)
+    pub fn outline(&self, repo: &str, commit: &str) -> PathBuf {
+        self.outlines().join(folder_name(repo, commit))
     }
 
-    /// Directory of a dataset's files while they are read, and for a day afterwards.
-    pub fn sources(&self, commit: &str) -> PathBuf {
-        self.0.root.join("hub").join("sources").join(commit)
+    fn outlines(&self) -> PathBuf {
+        self.0.root.join("hub").join("outlines")
+    }
+
+    /// Returns the directory of a dataset's files while they are read, and for a day afterwards.
+    pub fn sources(&self, repo: &str, commit: &str) -> PathBuf {
+        self.all_sources().join(folder_name(repo, commit))
+    }
+
+    fn all_sources(&self) -> PathBuf {
+        self.0.root.join("hub").join("sources")
     }
 
     /// Returns the final directory of the files of a hub repository at a commit.
@@ -112,7 +134,7 @@ impl Downloads {
     /// outline during the download.
     pub fn readable(&self, row: &ModelRow) -> PathBuf {
         match &row.hub {
-            Some(hub) if row.state == "downloading" => self.outline(&hub.commit),
+            Some(hub) if row.state == "downloading" => self.outline(&hub.repo, &hub.commit),
             Some(_) | None => PathBuf::from(&row.source),
         }
     }
@@ -140,16 +162,54 @@ impl Downloads {
             progress: progress.clone(),
             describe,
         };
-        let task = tokio::spawn(download.run()).abort_handle();
+        let task = tokio::spawn(download.run());
         let (commit, total) = (origin.commit, origin.bytes_total);
         running.insert(row.id.clone(), Running { commit, total, progress, polls: VecDeque::new(), task });
     }
 
-    /// Cancels a model's download; partial files are kept for a day.
-    pub fn cancel(&self, model: &str) {
-        if let Some(running) = self.running().remove(model) {
-            running.task.abort();
+    /// Cancels a model's download, and waits until it no longer writes. Its partial files, and its complete ones under their names
+    /// among the partial files, are kept for a day.
+    pub async fn cancel(&self, model: &str) {
+        let running = self.running().remove(model);
+        if let Some(Running { task, .. }) = running {
+            task.abort();
+            // The result only says that the task was aborted, or that it had ended before.
+            drop(task.await);
         }
+    }
+
+    /// Waits until no other model is being checked against the free space; hold the result until the model's row is stored.
+    pub async fn admission(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.0.admission.lock().await
+    }
+
+    /// Adds up what the unfinished downloads will still store beside one into the directory `source`. Models that share a directory
+    /// count once.
+    ///
+    /// # Errors
+    /// Fails when the database cannot be read.
+    pub async fn pending(&self, source: &str) -> Result<Pending, StoreError> {
+        let mut rows = self.0.store.hub_models_downloading().await?;
+        rows.retain(|row| row.source != source);
+        // Of the models that share a directory, only one may be running, and its progress is the one that counts.
+        let done = |row: &ModelRow| self.advance(&row.id).map_or(0, |advance| advance.bytes_done);
+        let mut downloads: HashMap<PathBuf, (u64, u64)> = HashMap::new();
+        for row in rows {
+            let (done, total) = (done(&row), row.hub.map_or(0, |hub| hub.bytes_total));
+            let known = downloads.entry(PathBuf::from(row.source)).or_default();
+            *known = (known.0.max(done), known.1.max(total));
+        }
+        let source = PathBuf::from(source);
+        let summed = tokio::task::spawn_blocking(move || {
+            let mut pending = Pending { stored: bytes_below(&source), ..Pending::default() };
+            for (folder, (done, total)) in downloads {
+                pending.missing_in_folders += total.saturating_sub(bytes_below(&folder));
+                pending.missing_on_disk += total.saturating_sub(done);
+            }
+            pending
+        });
+        // The task cannot fail but by a panic; the downloads are not counted then.
+        Ok(summed.await.unwrap_or_default())
     }
 
     /// Removes a downloaded model's files, unless another model uses the same folder. Folders outside the data
@@ -173,9 +233,12 @@ impl Downloads {
 
     /// Removes partial files, model outlines and dataset source files that were unused for a day.
     pub async fn clean(&self) {
-        let (parts, outlines, sources) = (self.parts(), self.outline(""), self.sources(""));
+        let (parts, outlines, sources) = (self.parts(), self.outlines(), self.all_sources());
         let kept = match self.0.store.hub_models_downloading().await {
-            Ok(rows) => rows.into_iter().filter_map(|row| Some(row.hub?.commit)).collect::<Vec<_>>(),
+            Ok(rows) => {
+                let outline = |hub: HubOrigin| folder_name(&hub.repo, &hub.commit);
+                rows.into_iter().filter_map(|row| Some(outline(row.hub?))).collect::<Vec<_>>()
+            }
             Err(error) => {
                 return tracing::warn!(error = with_causes(&error), "could not remove files of old model downloads");
             }
@@ -196,6 +259,21 @@ impl Downloads {
     }
 }
 
+/// Returns the name of a folder with files of a repository at a commit. No name of a repository contains `--`.
+fn folder_name(repo: &str, commit: &str) -> String {
+    format!("{}--{commit}", repo.replace('/', "--"))
+}
+
+/// Returns the size of the files below a folder in bytes; 0 for what cannot be read.
+fn bytes_below(folder: &Path) -> u64 {
+    let Ok(entries) = std::fs::read_dir(folder) else { return 0 };
+    let size = |path: PathBuf| match std::fs::symlink_metadata(&path) {
+        Ok(found) if found.is_dir() => bytes_below(&path),
+        found => found.map_or(0, |found| found.len()),
+    };
+    entries.filter_map(|entry| Some(size(entry.ok()?.path()))).sum()
+}
+
 fn remove_folder(folder: &Path) -> std::io::Result<()> {
     match std::fs::remove_dir_all(folder) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
@@ -203,14 +281,14 @@ fn remove_folder(folder: &Path) -> std::io::Result<()> {
     }
 }
 
-fn clean_folders(outlines: &Path, kept: &[String], before: SystemTime) -> std::io::Result<()> {
-    let entries = match std::fs::read_dir(outlines) {
+fn clean_folders(above: &Path, kept: &[String], before: SystemTime) -> std::io::Result<()> {
+    let entries = match std::fs::read_dir(above) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         entries => entries?,
     };
     for entry in entries {
         let entry = entry?;
-        let is_kept = entry.file_name().to_str().is_some_and(|name| kept.iter().any(|commit| commit == name));
+        let is_kept = entry.file_name().to_str().is_some_and(|name| kept.iter().any(|known| known == name));
         if !is_kept && entry.metadata()?.modified()? < before {
             remove_folder(&entry.path())?;
         }

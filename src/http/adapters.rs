@@ -294,11 +294,18 @@ async fn fetch(state: &AppState, caller: &Caller, wanted: HubAdapter) -> Result<
         };
         files.push(file.clone());
     }
+    if info.is_restricted
+        && let Some(weights) = files.last()
+    {
+        // Files in the cache are served without a request, and they may have been opened by the token of another owner.
+        let checked = hub.check_access(&repo, &info.commit, weights).await;
+        checked.map_err(|error| of_adapter(problem(&error)))?;
+    }
     let mut origin = json!({"hub": repo.id(), "revision": repo.revision(), "commit": info.commit});
     if let Some(name) = &info.renamed_to {
         origin["renamed_to"] = name.as_str().into();
     }
-    let folder = state.downloads.sources(&info.commit);
+    let folder = state.downloads.sources(repo.id(), &info.commit);
     let RepoInfo { commit, is_restricted, files: _, renamed_to } = info;
     let plan = RepoPlan { repo, commit, is_restricted, files, config: Value::Null, renamed_to };
     let fetched = hub.download(&plan, &state.downloads.parts(), &folder, &Default::default()).await;

@@ -26,12 +26,13 @@ use subtle::ConstantTimeEq;
 use super::AppState;
 use super::cookie::{self, CSRF_HEADER, Cookie};
 use super::error::{Code, Problem, REQUEST_ID};
+use super::models::find::find;
 use super::throttle::Client;
 use crate::hub::Token;
 use crate::id::KeyId;
 use crate::listen::Connection;
 use crate::scopes::{self, Access, Scope, Scopes};
-use crate::store::{KeyRow, NewAudit, StoreError, clock_ms};
+use crate::store::{KeyRow, ModelRow, NewAudit, StoreError, clock_ms};
 
 use streams::{Asker, over};
 
@@ -118,9 +119,9 @@ impl Caller {
         self.sees().is_none_or(|own| own == owner)
     }
 
-    /// Whether the caller may use a model of this owner. Models without an owner are available to every caller.
-    pub fn may_use_model(&self, owner: &str) -> bool {
-        owner.is_empty() || self.may_see(owner)
+    /// Whether the caller may use a model. Shared models are available to every caller.
+    pub fn may_use_model(&self, model: &ModelRow) -> bool {
+        model.is_shared() || self.may_see(&model.owner)
     }
 
     /// Returns the actor as the audit log stores it.
@@ -394,15 +395,15 @@ async fn check_owner(
             Ok(id) => store.webhook_owner(id).await?,
             Err(_) => return Ok(()),
         },
-        "models" => match store.model_owner(&id).await? {
-            Some(owner) if owner.is_empty() && !matches!(*method, Method::GET | Method::HEAD) => {
+        // An id may mean the caller's own private model, so the handler looks it up in the same way, and answers 404.
+        "models" => match find(state, caller, &id).await? {
+            Some(row) if row.is_shared() && !matches!(*method, Method::GET | Method::HEAD) => {
                 return Err(Problem::new(
                     Code::Forbidden,
                     "this model is shared by all owners: only a key with the scope 'admin' may change it",
                 ));
             }
-            Some(owner) if caller.may_use_model(&owner) => return Ok(()),
-            other => other,
+            Some(_) | None => return Ok(()),
         },
         _ => {
             let detail = format!("no ownership rule exists for the id in the path of {route}");

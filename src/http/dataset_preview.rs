@@ -13,11 +13,12 @@ use super::auth::Caller;
 use super::dataset_sources::preview_files;
 use super::error::{Code, FieldError, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query};
+use super::models::find::find as find_model;
 use super::rows::row_errors;
 use super::uploads::{CreateQuery, Purpose, Sent, SentRows, receive};
 use crate::data::Preview;
 use crate::modelcard::text::{Prompt, Text};
-use crate::store::{ModelRow, StoreError};
+use crate::store::ModelRow;
 
 /// Default and maximum number of rows to show.
 const ROWS: u32 = 5;
@@ -174,17 +175,11 @@ async fn preview_dataset(
 }
 
 async fn find(state: &AppState, caller: &Caller, id: &str) -> Result<ModelRow, Problem> {
-    match state.store.model_get(id).await {
-        Ok(row) if caller.may_use_model(&row.owner) => Ok(row),
-        Ok(_) | Err(StoreError::NotFound { .. }) => {
-            let detail = format!(
-                "the model '{}' is not registered: register it with POST /models, or omit 'model'",
-                shortened(id)
-            );
-            Err(Problem::new(Code::InvalidQuery, detail.clone()).item("?model", "unknown_model", detail))
-        }
-        Err(error) => Err(error.into()),
-    }
+    find_model(state, caller, id).await?.ok_or_else(|| {
+        let detail =
+            format!("the model '{}' is not registered: register it with POST /models, or omit 'model'", shortened(id));
+        Problem::new(Code::InvalidQuery, detail.clone()).item("?model", "unknown_model", detail)
+    })
 }
 
 fn view(preview: Preview, text: Option<&Text>, origin: Value) -> DatasetPreview {

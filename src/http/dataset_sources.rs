@@ -195,6 +195,12 @@ async fn find(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<
     };
     let file = |path: &String| info.files.iter().find(|file| file.path == *path).cloned();
     let files: Vec<RepoFile> = chosen.files.iter().filter_map(file).collect();
+    if info.is_restricted
+        && let Some(first) = files.first()
+    {
+        // Files in the cache are served without a request, and they may have been opened by the token of another owner.
+        hub.check_access(&repo, &info.commit, first).await.map_err(|error| problem(&error))?;
+    }
     let hashes: Vec<Value> = files
         .iter()
         .map(|file| json!({"path": file.path, "hash": file.hash.to_string(), "bytes": file.size_bytes}))
@@ -220,7 +226,7 @@ pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset
 }
 
 async fn download(state: &AppState, Found { hub, plan, origin }: Found) -> Result<Files, Problem> {
-    let folder = state.downloads.sources(&plan.commit);
+    let folder = state.downloads.sources(plan.repo.id(), &plan.commit);
     hub.download(&plan, &state.downloads.parts(), &folder, &Arc::default()).await.map_err(|error| problem(&error))?;
     let source = |file: &RepoFile| Source::file(file.path.clone(), folder.join(&file.path));
     Ok(Files { sources: plan.files.iter().map(source).collect(), format: None, origin, staged: None, whole: None })

@@ -180,7 +180,7 @@ async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<Mo
     let id = plan.model.id.clone();
     let refused = |detail: String| Problem::new(Code::InvalidModel, detail);
     let row = match state.store.model_get(&id).await {
-        Ok(row) if caller.may_use_model(&row.owner) => row,
+        Ok(row) if caller.may_use_model(&row) => row,
         Ok(_) | Err(StoreError::NotFound { .. }) => {
             return Err(refused(format!(
                 "the job's model '{id}' is no longer registered: register it again with POST /models"

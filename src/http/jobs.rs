@@ -23,6 +23,7 @@ use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, identity, once};
 use super::list::{self, List, Time};
+use super::models::find::find;
 use super::python_rewards;
 use crate::doctor::PhaseChange;
 use crate::event::Phase;
@@ -204,10 +205,17 @@ async fn list_jobs(
                     bad_query("state", "invalid_value", format!("must be one or several of {}", names()))
                 })?;
             }
+<<<<<<< HEAD
             "name" => filter.name = Some(value),
             "name_contains" => filter.name_contains = Some(value),
             "id_prefix" => filter.id_prefix = Some(value.to_ascii_lowercase()),
             "model" => filter.model = Some(value),
+=======
+            "model" => {
+                let row = find(&state, &caller, &value).await?;
+                filter.model = Some(row.map_or(value, |row| row.id));
+            }
+>>>>>>> fix-a
             "after" => after = Some(value),
             "limit" => {
                 let number = value.parse().map_err(|_| bad_query("limit", "invalid_type", "must be a whole number"))?;

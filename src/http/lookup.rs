@@ -12,6 +12,7 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem, chain, shortened};
 use super::heavy;
+use super::models::find::find;
 use super::models::hub::{self, Inspected};
 use super::models::{RENAMED_TO, is_as_registered};
 use super::prompts::{Place, Prompts};
@@ -24,7 +25,7 @@ use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard, ModelDescription};
 use crate::outgoing::OutgoingError;
 use crate::spec::{Context, FieldError, JobSpec, ModelFacts, PromptLengths, Warning, prompt_key};
-use crate::store::{ModelRow, StoreError};
+use crate::store::ModelRow;
 
 /// Above this number of rows, or bytes of prompts, the worker counts the tokens of prompts in its loading phase.
 const MAX_COUNTED_ROWS: u64 = 10_000;
@@ -170,9 +171,8 @@ async fn find_model(
     if id.is_empty() {
         return Ok(None); // The parser of the job reports it.
     }
-    match state.store.model_get(id).await {
-        Ok(row) if !caller.may_use_model(&row.owner) => {}
-        Ok(row) if row.state == "failed" => {
+    match find(state, caller, id).await? {
+        Some(row) if row.state == "failed" => {
             let problem = row.problem.as_deref().unwrap_or("the reason of the failure is unknown");
             let detail = format!(
                 "the model '{id}' could not be downloaded: {problem}; correct this, then send POST /models again"
@@ -180,9 +180,8 @@ async fn find_model(
             errors.push(FieldError::new("/model", "model_download_failed", detail));
             return Ok(None);
         }
-        Ok(row) => return Ok(Some(row)),
-        Err(StoreError::NotFound { .. }) => {}
-        Err(error) => return Err(error.into()),
+        Some(row) => return Ok(Some(row)),
+        None => {}
     }
     let repo = Repo::parse(RepoKind::Model, id).ok().filter(|repo| repo.id().contains('/'));
     if let Some(repo) = repo.filter(|_| state.config.hub.may_be_asked()) {

@@ -1,6 +1,7 @@
 //! Models: an id for a directory on the server. The directory is read and checked when it is registered.
 
 pub mod card;
+pub mod find;
 pub mod hub;
 
 use std::path::{Path as FsPath, PathBuf};
@@ -26,8 +27,8 @@ use crate::modelcard::classifier::is_classifier;
 use crate::modelcard::text::{Text, TextError};
 use crate::modelcard::{self, ClassifierCard, ModelCardError, ModelFile};
 use crate::store::{ModelRow, NewModel, clock_ms};
+use find::{check_id, find, taken};
 
-const MAX_ID_CHARS: usize = 200;
 /// The JSON key under which a model's database record stores the stamp (sizes and modification times) of its files.
 const STAMP: &str = "stamp";
 /// The JSON key under which a model's database record stores the new name of a renamed repository.
@@ -74,8 +75,10 @@ pub struct Model {
     pub sha256: String,
     /// Properties of the model; null if the server's record cannot be read.
     pub card: Option<Card>,
-    /// Owner of the key that registered the model; empty = shared by all owners.
+    /// Owner of the key that registered the model; empty = shared by all owners, or with `private` the operator's.
     pub owner: String,
+    /// Whether a request's hub token opened the model, so that only its owner sees it.
+    pub private: bool,
     /// When the model was first registered.
     pub created_at: Time,
     /// Hub repository of the model; absent for a local directory.
@@ -110,7 +113,7 @@ pub struct Model {
 impl Model {
     /// Converts a model's database row to its JSON form in the API, with the progress of its download.
     fn of(state: &AppState, row: ModelRow) -> Self {
-        let ModelRow { id, source, state: row_state, sha256, card, owner, created_at, hub, problem } = row;
+        let ModelRow { id, source, state: row_state, sha256, card, owner, is_private, created_at, hub, problem } = row;
         let renamed_to = card[RENAMED_TO].as_str().map(str::to_owned);
         let card = serde_json::from_value(card).ok();
         let advance = state.downloads.advance(&id).filter(|_| row_state == "downloading");
@@ -130,6 +133,7 @@ impl Model {
             sha256,
             card,
             owner,
+            private: is_private,
             created_at: Time(created_at),
             hub,
             renamed_to,
@@ -154,7 +158,7 @@ impl Model {
 /// A hub repository (`hub`) is looked up and checked during the request, and downloaded afterwards (202, state `downloading`): only
 /// safetensors, tokenizer and templates; every byte is verified. Jobs may refer to the model meanwhile and start when it is
 /// complete. Send a hub token for this request in the header `x-hub-token`. A model that can be read only with this token is
-/// visible only to its owner.
+/// `private`: visible only to its owner, under an id that ends with `~` and a mark of the owner; the owner's requests may omit both.
 #[utoipa::path(post, path = "/models", tag = "Models", request_body = CreateModel,
     params(("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and body gets the same answer for 24 hours"),
         ("x-hub-token" = Option<String>, Header, description = "A hub token for this download; the server does not store it")),
@@ -225,15 +229,6 @@ async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<An
     Answer::new(status, Some(location), &Model::of(&state, row))
 }
 
-/// If the caller may not see the model with this id, the error only says that the id is taken.
-async fn taken(state: &AppState, caller: &Caller, id: &str, problem: Problem) -> Problem {
-    if state.store.model_get(id).await.is_ok_and(|row| caller.may_see(&row.owner)) {
-        return problem;
-    }
-    let detail = format!("the model id '{}' is taken; choose another one", shortened(id));
-    Problem::new(Code::Conflict, detail.clone()).item("/id", "taken", detail)
-}
-
 /// Reads and checks a model's directory, which must be below `roots` if there are any, and creates or updates its database
 /// record. Returns the row, and whether it is new.
 pub(super) async fn register(
@@ -276,23 +271,6 @@ fn read_card(path: &FsPath) -> Result<(Card, Vec<ModelFile>), Problem> {
     let text = if is_classifier { Text::load_classifier(path) } else { Text::load(path) };
     text.map_err(unusable_text)?;
     Ok(read)
-}
-
-/// Checks an id: `org/name`, without characters that a path, a URL or a log could misread.
-fn check_id(id: &str) -> Result<(), Problem> {
-    let part = |part: &str| {
-        !part.is_empty()
-            && !part.starts_with('.')
-            && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
-    };
-    if id.len() <= MAX_ID_CHARS && id.split('/').all(part) {
-        return Ok(());
-    }
-    let detail = format!(
-        "'{}' is not a valid model id: use up to {MAX_ID_CHARS} letters, digits, '.', '_' and '-', in parts joined by '/', such as org/name",
-        shortened(id)
-    );
-    Err(Problem::new(Code::InvalidBody, detail.clone()).item("/id", "invalid", detail))
 }
 
 /// Returns the canonical path of a model's directory, if it exists and may be used.
@@ -402,8 +380,16 @@ async fn list_models(
 #[utoipa::path(get, path = "/models/{id}", tag = "Models",
     params(("id" = String, Path, description = "The model; a slash in it is written %2F")),
     responses((status = 200, description = "The model", body = Model)))]
-async fn get_model(State(state): State<AppState>, Path(id): Path<String>) -> Result<Json<Model>, Problem> {
-    Ok(Json(Model::of(&state, state.store.model_get(&id).await?)))
+async fn get_model(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(id): Path<String>,
+) -> Result<Json<Model>, Problem> {
+    Ok(Json(Model::of(&state, find_or_404(&state, &caller, &id).await?)))
+}
+
+async fn find_or_404(state: &AppState, caller: &Caller, id: &str) -> Result<ModelRow, Problem> {
+    find(state, caller, id).await?.ok_or_else(|| Problem::not_found("model", id))
 }
 
 /// Delete a model from the server.
@@ -413,10 +399,14 @@ async fn get_model(State(state): State<AppState>, Path(id): Path<String>) -> Res
 #[utoipa::path(delete, path = "/models/{id}", tag = "Models",
     params(("id" = String, Path, description = "The model; a slash in it is written %2F")),
     responses((status = 204, description = "Forgotten")))]
-async fn delete_model(State(state): State<AppState>, Path(id): Path<String>) -> Result<StatusCode, Problem> {
-    let row = state.store.model_get(&id).await?;
-    state.store.model_delete(&id).await?;
-    state.downloads.cancel(&id);
+async fn delete_model(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(id): Path<String>,
+) -> Result<StatusCode, Problem> {
+    let row = find_or_404(&state, &caller, &id).await?;
+    state.store.model_delete(&row.id).await?;
+    state.downloads.cancel(&row.id).await;
     state.downloads.remove_files(&row).await.map_err(Problem::internal)?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -6,10 +6,11 @@ use std::path::Path as FilePath;
 use super::AppState;
 use super::auth::Caller;
 use super::error::{Problem, shortened};
+use super::models::find::find as find_model;
 use super::models::is_as_registered;
 use crate::modelcard::{Backbone, ClassifierCard};
 use crate::spec::{FieldError, JobSpec, RewardKind, RewardModelFacts, RewardModelPlan, RewardTextFormat};
-use crate::store::{ModelRow, StoreError};
+use crate::store::ModelRow;
 
 /// A `reward_model` reward, its field in the job, and the registered model.
 pub(super) struct Named {
@@ -18,23 +19,25 @@ pub(super) struct Named {
     row: ModelRow,
 }
 
-/// Returns the rows of all models that rewards name.
+/// Returns the rows of all models that rewards name. In the job, a name that means a private model becomes that model's id.
 pub(super) async fn find(
     state: &AppState,
     caller: &Caller,
-    spec: &JobSpec,
+    spec: &mut JobSpec,
     errors: &mut Vec<FieldError>,
 ) -> Result<Vec<Named>, Problem> {
-    let of_eval = spec.eval.as_ref();
-    let eval = of_eval.and_then(|eval| eval.rewards.as_deref()).unwrap_or_default();
-    let guard = of_eval.and_then(|eval| eval.guard.as_ref()?.rewards.as_deref()).unwrap_or_default();
-    let mut wanted: Vec<(String, RewardModelPlan)> = Vec::new();
+    let (mut eval, mut guard) = (None, None);
+    if let Some(of_eval) = &mut spec.eval {
+        eval = of_eval.rewards.as_deref_mut();
+        guard = of_eval.guard.as_mut().and_then(|guard| guard.rewards.as_deref_mut());
+    }
+    let mut wanted: Vec<(String, &mut RewardModelPlan)> = Vec::new();
     for (rewards, at) in
-        [(spec.rewards.as_slice(), "/rewards"), (eval, "/eval/rewards"), (guard, "/eval/guard/rewards")]
+        [(Some(spec.rewards.as_mut_slice()), "/rewards"), (eval, "/eval/rewards"), (guard, "/eval/guard/rewards")]
     {
-        for (index, reward) in rewards.iter().enumerate() {
-            if let RewardKind::RewardModel(plan) = &reward.kind {
-                wanted.push((format!("{at}/{index}"), plan.clone()));
+        for (index, reward) in rewards.unwrap_or_default().iter_mut().enumerate() {
+            if let RewardKind::RewardModel(plan) = &mut reward.kind {
+                wanted.push((format!("{at}/{index}"), plan));
             }
         }
     }
@@ -43,8 +46,8 @@ pub(super) async fn find(
         if plan.model.is_empty() {
             continue; // The parser of the job reports it.
         }
-        match state.store.model_get(&plan.model).await {
-            Ok(row) if caller.may_use_model(&row.owner) && row.state != "ready" => {
+        match find_model(state, caller, &plan.model).await? {
+            Some(row) if row.state != "ready" => {
                 let detail = match row.problem {
                     Some(problem) => format!("the reward model '{}' could not be downloaded: {problem}", row.id),
                     None => format!(
@@ -54,8 +57,11 @@ pub(super) async fn find(
                 };
                 errors.push(FieldError::new(format!("{at}/model"), "model_not_ready", detail));
             }
-            Ok(row) if caller.may_use_model(&row.owner) => found.push(Named { at, plan, row }),
-            Ok(_) | Err(StoreError::NotFound { .. }) => {
+            Some(row) => {
+                plan.model.clone_from(&row.id);
+                found.push(Named { at, plan: plan.clone(), row });
+            }
+            None => {
                 let detail = format!(
                     "the model '{}' is not registered: register the reward model with POST /models \
                      {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
@@ -63,7 +69,6 @@ pub(super) async fn find(
                 );
                 errors.push(FieldError::new(format!("{at}/model"), "unknown_model", detail));
             }
-            Err(error) => return Err(error.into()),
         }
     }
     Ok(found)

@@ -15,6 +15,7 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem};
 use super::extract::Json;
+use crate::hub::RESERVED_BYTES;
 use crate::storage::{StorageKind, StorageUse};
 use crate::store::storage::{self, StorageReport};
 
@@ -171,14 +172,65 @@ async fn report(state: &AppState, age: Duration) -> Result<Arc<StorageReport>, P
 
 /// Refuses to store data of a kind that has reached its `--storage-limit`.
 pub(super) async fn check_limit(state: &AppState, kind: StorageKind, more_bytes: u64) -> Result<(), Problem> {
-    let Some(limit) = state.config.storage_limits.get(&kind).copied() else { return Ok(()) };
-    let report = report(state, REPORT_AGE).await?;
-    let used: u64 = report.usage.iter().filter(|((of, _), _)| *of == kind).map(|(_, used)| used.size_bytes).sum();
-    if used.saturating_add(more_bytes) <= limit {
+    if !state.config.storage_limits.contains_key(&kind) {
         return Ok(());
     }
+    let report = report(state, REPORT_AGE).await?;
+    check_report(state, &report, kind, 0, more_bytes)
+}
+
+/// Refuses a model for which the disk, or the `--storage-limit` of models, has no room beside the downloads in progress. The
+/// caller holds [`crate::downloads::Downloads::admission`].
+pub(super) async fn check_room_for_model(
+    state: &AppState,
+    source: &str,
+    bytes_total: u64,
+    missing_bytes: u64,
+) -> Result<(), Problem> {
+    let pending = state.downloads.pending(source).await?;
+    // A model that alone does not fit was refused before.
+    if missing_bytes > 0 && pending.missing_on_disk > 0 {
+        let needed = missing_bytes.saturating_add(pending.missing_on_disk);
+        let free = state.files.free_bytes()?;
+        if needed.saturating_add(RESERVED_BYTES) > free {
+            let detail = format!(
+                "the model needs {}, the downloads in progress another {}, and {} are free: wait until they are complete and free up \
+                 disk space, or choose a smaller model",
+                format_size(missing_bytes),
+                format_size(pending.missing_on_disk),
+                format_size(free)
+            );
+            return Err(Problem::new(Code::StorageFull, detail.clone()).item("/hub", "too_large", detail));
+        }
+    }
+    if !state.config.storage_limits.contains_key(&StorageKind::Models) {
+        return Ok(());
+    }
+    // The report is newer than `pending`, so a file that becomes complete in between counts twice rather than not at all.
+    let report = report(state, Duration::ZERO).await?;
+    let more_bytes = bytes_total.saturating_sub(pending.stored);
+    check_report(state, &report, StorageKind::Models, pending.missing_in_folders, more_bytes)
+}
+
+/// Compares the use of a kind with its limit. `coming_bytes` are those of downloads in progress.
+fn check_report(
+    state: &AppState,
+    report: &StorageReport,
+    kind: StorageKind,
+    coming_bytes: u64,
+    more_bytes: u64,
+) -> Result<(), Problem> {
+    let Some(limit) = state.config.storage_limits.get(&kind).copied() else { return Ok(()) };
+    let used: u64 = report.usage.iter().filter(|((of, _), _)| *of == kind).map(|(_, used)| used.size_bytes).sum();
+    if used.saturating_add(coming_bytes).saturating_add(more_bytes) <= limit {
+        return Ok(());
+    }
+    let coming = match coming_bytes {
+        0 => String::new(),
+        coming => format!(", downloads in progress will take {}", format_size(coming)),
+    };
     let detail = format!(
-        "{kind} take {} of the {} that --storage-limit allows them, and {} more do not fit: delete some that are not needed \
+        "{kind} take {} of the {} that --storage-limit allows them{coming}, and {} more do not fit: delete some that are not needed \
          (`rlood gc --dry-run` on the server lists what can go), or have the operator raise the limit",
         format_size(used),
         format_size(limit),

@@ -6,6 +6,7 @@ use super::AppState;
 use super::adapters::{import, inspect_hub_adapter};
 use super::auth::Caller;
 use super::error::{Code, Problem};
+use super::models::find::plain_id;
 use crate::files::{FilesError, StagedDir};
 use crate::id::JobId;
 use crate::modelcard::{ModelDescription, adapter};
@@ -133,7 +134,7 @@ impl Start {
             }
         };
         let base = row.config["base_model_name_or_path"].as_str().unwrap_or("");
-        if !is_same_base(base, model_id) {
+        if !is_same_base(base, plain_id(model_id)) {
             warnings.push(Warning {
                 pointer: AT_ADAPTER.to_owned(),
                 code: "adapter_base_differs".to_owned(),

@@ -29,6 +29,7 @@ use super::auth::WorkerPass;
 use super::download::{Download, send_file};
 use super::error::{Code, Problem};
 use super::extract::{Json, Path, Query, body_problem};
+use super::models::find::plain_id;
 use super::python_rewards;
 use super::storage::check_limit;
 use crate::config::random_token;
@@ -269,7 +270,8 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         job,
         worker: asked.worker,
         attempt,
-        model_name: plan.model.id.clone(),
+        // The name goes into the adapter's config, where only the repository has a meaning.
+        model_name: plain_id(&plan.model.id).to_owned(),
         plan,
         secrets,
         model_path,

@@ -10,10 +10,10 @@ use crate::hub::{COMMIT, Faults, OLD_MODEL, Running, start};
 use crate::kill::adapter;
 use crate::processes::{Server, command, model_copy, register, spec};
 
-const TOKEN: &str = "hf_right_and_secret";
+pub const TOKEN: &str = "hf_right_and_secret";
 
 /// The files of the test model, as a repository.
-fn repository() -> BTreeMap<String, Vec<u8>> {
+pub fn repository() -> BTreeMap<String, Vec<u8>> {
     let dir = tempfile::tempdir().unwrap();
     let folder = model_copy(&dir.path().join("model"));
     let mut files: BTreeMap<String, Vec<u8>> = std::fs::read_dir(folder)
@@ -27,17 +27,17 @@ fn repository() -> BTreeMap<String, Vec<u8>> {
 }
 
 /// A fault that delivers a file's header but holds back its tensors.
-fn held() -> Faults {
+pub fn held() -> Faults {
     Faults { held_after: Some(60_000), ..Faults::default() }
 }
 
-fn serve(data: &Path, hub: &Running, variables: &[(&str, &str)]) -> Server {
+pub fn serve(data: &Path, hub: &Running, variables: &[(&str, &str)]) -> Server {
     let mut command = command(data, "cpu");
     command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", &hub.url).envs(variables.iter().copied());
     Server::start_by(&mut command)
 }
 
-async fn post(server: &Server, path: &str, headers: &[(&str, &str)], body: &Value) -> (u16, Value) {
+pub async fn post(server: &Server, path: &str, headers: &[(&str, &str)], body: &Value) -> (u16, Value) {
     let http = reqwest::Client::builder().no_proxy().build().unwrap();
     let mut request = http.post(format!("{}{path}", server.url)).json(body);
     for (name, value) in headers {
@@ -47,12 +47,12 @@ async fn post(server: &Server, path: &str, headers: &[(&str, &str)], body: &Valu
     (answer.status().as_u16(), answer.json().await.unwrap())
 }
 
-async fn delete(server: &Server, path: &str) -> u16 {
+pub async fn delete(server: &Server, path: &str) -> u16 {
     let http = reqwest::Client::builder().no_proxy().build().unwrap();
     http.delete(format!("{}{path}", server.url)).send().await.unwrap().status().as_u16()
 }
 
-async fn model_when(server: &Server, state: &str) -> Value {
+pub async fn model_when(server: &Server, state: &str) -> Value {
     for _ in 0..600 {
         let model = server.get("/models/fake%2Ftiny").await;
         if model["state"] == state {

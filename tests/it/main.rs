@@ -37,6 +37,8 @@ mod http;
 mod hub;
 mod hub_datasets;
 mod hub_models;
+mod hub_owners;
+mod hub_space;
 mod idempotency;
 mod job_events;
 mod job_moves;

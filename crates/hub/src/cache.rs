@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::fetch::hash;
 use crate::hash::FileHash;
 use crate::id::{Repo, RepoKind, is_safe_path};
+use crate::part::hash;
 
 /// A model in the cache of huggingface_hub.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -22,13 +22,14 @@ mod http;
 mod id;
 mod info;
 mod outline;
+mod part;
 mod ranges;
 
 pub use cache::{Cached, find_cached, verify_cached};
 pub use choose::{ConvertedFile, RepoPlan};
 pub use environment::{HubEnvironment, PUBLIC_ENDPOINT};
 pub use error::HubError;
-pub use fetch::Progress;
+pub use fetch::{Progress, RESERVED_BYTES};
 pub use hash::FileHash;
 pub use http::{Hub, HubSettings, Token};
 pub use id::{InvalidRepo, Repo, RepoKind};

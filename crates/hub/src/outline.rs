@@ -1,10 +1,11 @@
 //! Downloads the outline of a model: its small files completely, and only the headers of its weights.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use futures::stream::{self, TryStreamExt};
 
@@ -153,7 +154,8 @@ impl Hub {
     }
 }
 
-/// Removes partial downloads that were not continued since `before`, and returns their number.
+/// Removes partial downloads that were not continued since `before`, and returns their number. A complete file keeps its name among
+/// them while a model has it, and from then on for as long as a partial one.
 ///
 /// # Errors
 /// Fails when the folder cannot be read.
@@ -166,7 +168,13 @@ pub fn clean_parts(parts: &Path, before: SystemTime) -> std::io::Result<usize> {
     for entry in entries {
         let path = entry?.path();
         let Ok(file) = File::open(&path) else { continue };
-        let is_old = file.metadata().and_then(|metadata| metadata.modified()).is_ok_and(|modified| modified < before);
+        // The removal of another name of a file changes its ctime, not its modification time.
+        let changed = |metadata: &Metadata| {
+            let since_epoch = u64::try_from(metadata.ctime()).unwrap_or(0).saturating_mul(1000);
+            SystemTime::UNIX_EPOCH
+                + Duration::from_millis(since_epoch + metadata.ctime_nsec().unsigned_abs() / 1_000_000)
+        };
+        let is_old = file.metadata().is_ok_and(|metadata| metadata.nlink() < 2 && changed(&metadata) < before);
         // A partial file that another process is downloading is locked, so it is kept.
         if is_old && file.try_lock().is_ok() && std::fs::remove_file(&path).is_ok() {
             removed += 1;

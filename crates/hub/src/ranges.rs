@@ -29,6 +29,25 @@ impl Hub {
         read.buffered(MAX_CONCURRENT).try_collect::<Vec<_>>().await.map(|parts| parts.into_iter().collect())
     }
 
+    /// Checks with one request whether the Hub lets this client read a file of a repository. The list of a gated repository's files is
+    /// public, so only a request for a file shows whether the token may read it.
+    ///
+    /// # Errors
+    /// Fails with `Gated` or `NoRepository` when it may not, or like [`Hub::info`].
+    pub async fn check_access(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<(), HubError> {
+        let url = self.file_url(repo, commit, &file.path)?;
+        let mut attempts = Attempts::new(self.settings.first_delay);
+        loop {
+            // One byte is asked for, and not read.
+            match self.open_range(repo, &url, Some(commit), Some("bytes=0-0".to_owned())).await {
+                Ok(_) => return Ok(()),
+                // The Hub redirects to its CDN only after it has checked the token.
+                Err(failed) if failed.is_forbidden_by_cdn() => return Ok(()),
+                Err(failed) => attempts.pause_after(failed).await?,
+            }
+        }
+    }
+
     async fn read_range(
         &self,
         repo: &Repo,

@@ -63,7 +63,7 @@ pub enum Removal {
     Orphan(PathBuf),
     /// The file and the database row of a dataset.
     Dataset(DatasetId),
-    /// A registered model, and its directory.
+    /// A registered model, and its directory, which stays while another model uses it.
     Model(String, PathBuf),
     /// A published checkpoint, by job, step and attempt.
     Checkpoint(JobId, u64, u64),
@@ -119,9 +119,20 @@ pub async fn unused(store: &Store, files: &DataDir, rules: GcRules) -> Result<Ve
     }
     // Models in other folders do not belong to the server.
     let folder = files.root().join("models");
+    let (mut counted, mut known) = (HashSet::new(), HashSet::new());
     for InUse { id, source, live, adapters, used_at, .. } in store.models_in_use(&folder).await? {
-        let (dir, at) = (PathBuf::from(&source), PathBuf::from(source));
-        let size_bytes = files.in_background(move |_| size_below(&at, &mut HashSet::new())).await?;
+        let (dir, at) = (PathBuf::from(&source), PathBuf::from(&source));
+        // A directory of several models counts once, and so does a file that several directories share by hard links.
+        let size_bytes = match known.insert(source) {
+            true => {
+                let (size_bytes, counted_too) = files
+                    .in_background(move |_| size_below(&at, &mut counted).map(|size_bytes| (size_bytes, counted)))
+                    .await?;
+                counted = counted_too;
+                size_bytes
+            }
+            false => 0,
+        };
         let removal = Some(Removal::Model(id.clone(), dir));
         let found = Found { kind: StorageKind::Models, name: id, size_bytes, live, adapters, used_at };
         items.extend(found.judge(rules.now, rules.models_ms, removal));
@@ -181,7 +192,9 @@ pub async fn remove(store: &Store, files: &DataDir, removal: &Removal) -> Result
                 return Ok(false);
             }
             let dir = dir.clone();
-            files.in_background(move |_| remove_tree(&dir)).await?;
+            if !store.model_source_is_used(&dir.to_string_lossy()).await? {
+                files.in_background(move |_| remove_tree(&dir)).await?;
+            }
             Ok(true)
         }
         Removal::Checkpoint(job, step, attempt) => {
@@ -229,14 +242,15 @@ impl Store {
         rows.iter().map(InUse::read).collect()
     }
 
-    /// Returns every registered model below a folder with what uses it: as a job's model, or as one of its reward models.
+    /// Returns every registered model below a folder with what uses it, or another model in the same directory: as a job's model, or
+    /// as one of its reward models.
     async fn models_in_use(&self, folder: &Path) -> Result<Vec<InUse>, StoreError> {
         let sql = "SELECT models.id, '' AS name, models.source, 0 AS size_bytes, \
-             COUNT(CASE WHEN jobs.state IN ('queued', 'running', 'paused') THEN 1 END) AS live, \
-             COUNT(CASE WHEN jobs.model = models.id AND EXISTS (SELECT 1 FROM checkpoints WHERE job_id = jobs.id) \
-             THEN 1 END) AS adapters, MAX(models.created_at, COALESCE(MAX(jobs.finished_at), 0)) AS used_at \
-             FROM models LEFT JOIN jobs ON jobs.model = models.id \
-             OR EXISTS (SELECT 1 FROM json_each(jobs.plan, '$.reward_models') WHERE key = models.id) \
+             COUNT(DISTINCT CASE WHEN jobs.state IN ('queued', 'running', 'paused') THEN jobs.id END) AS live, \
+             COUNT(DISTINCT CASE WHEN jobs.model = here.id AND EXISTS (SELECT 1 FROM checkpoints WHERE job_id = jobs.id) \
+             THEN jobs.id END) AS adapters, MAX(MAX(here.created_at), COALESCE(MAX(jobs.finished_at), 0)) AS used_at \
+             FROM models JOIN models AS here ON here.source = models.source LEFT JOIN jobs ON jobs.model = here.id \
+             OR EXISTS (SELECT 1 FROM json_each(jobs.plan, '$.reward_models') WHERE key = here.id) \
              WHERE substr(models.source, 1, length(?1)) = ?1 GROUP BY models.id ORDER BY models.created_at";
         let folder = format!("{}/", folder.display());
         let rows = sqlx::query(sql).bind(folder).fetch_all(&self.readers).await;

@@ -26,8 +26,10 @@ pub struct NewHubModel {
     pub sha256: String,
     /// Properties of the model, as JSON.
     pub card: Value,
-    /// Owner; empty = available to everyone.
+    /// Owner; empty = available to everyone, or of a private model the operator.
     pub owner: String,
+    /// Whether the token of a request opened the model.
+    pub is_private: bool,
     /// Repository and commit of the model.
     pub origin: HubOrigin,
     /// Whether the model's files are already downloaded.
@@ -36,10 +38,10 @@ pub struct NewHubModel {
 
 impl Store {
     /// Registers a hub model. Returns the row, and whether it is new. A model with the same id, owner and commit is not changed,
-    /// except from `failed` to `downloading`; another model with this id is `Exists`.
+    /// except from `failed` to `downloading`, and to one that is not private; another model with this id is `Exists`.
     pub async fn hub_model_create(&self, new: NewHubModel, now: i64) -> Result<(ModelRow, bool), StoreError> {
         let doing = "register a model of a hub";
-        let NewHubModel { id, source, sha256, card, owner, origin, is_ready } = new;
+        let NewHubModel { id, source, sha256, card, owner, is_private, origin, is_ready } = new;
         let mut tx = self.begin(doing).await?;
         let state = if is_ready { READY } else { DOWNLOADING };
         let known = model_row(&mut tx, &id).await?;
@@ -48,16 +50,20 @@ impl Store {
             if !same {
                 return Err(StoreError::Exists { kind: "model", id });
             }
-            sqlx::query("UPDATE models SET state = ?, problem = NULL WHERE id = ? AND state = 'failed'")
-                .bind(state)
-                .bind(&id)
-                .execute(&mut *tx)
-                .await
-                .doing(doing)?;
+            sqlx::query(
+                "UPDATE models SET is_private = MIN(is_private, ?1), problem = CASE state WHEN 'failed' THEN NULL ELSE problem END, \
+                 state = CASE state WHEN 'failed' THEN ?2 ELSE state END WHERE id = ?3",
+            )
+            .bind(is_private)
+            .bind(state)
+            .bind(&id)
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
         } else {
             sqlx::query(
-                "INSERT INTO models (id, source, state, sha256, card, owner, created_at, hub, revision, commit_sha, bytes_total) \
-                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO models (id, source, state, sha256, card, owner, is_private, created_at, hub, revision, commit_sha, \
+                 bytes_total) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             )
             .bind(&id)
             .bind(source)
@@ -65,6 +71,7 @@ impl Store {
             .bind(sha256)
             .bind(card.to_string())
             .bind(owner)
+            .bind(is_private)
             .bind(now)
             .bind(origin.repo)
             .bind(origin.revision)

@@ -18,14 +18,23 @@ pub struct ModelRow {
     pub sha256: String,
     /// Properties of the model, as JSON.
     pub card: Value,
-    /// Owner; empty = available to everyone.
+    /// Owner; empty = available to everyone, or of a private model the operator.
     pub owner: String,
+    /// Whether the token of a request opened the model, so that its owner alone may use it.
+    pub is_private: bool,
     /// Time of registration, Unix time in milliseconds.
     pub created_at: i64,
     /// Repository that the model was downloaded from; `None` = a local directory was registered.
     pub hub: Option<HubOrigin>,
     /// Why the download of the model failed.
     pub problem: Option<String>,
+}
+
+impl ModelRow {
+    /// Whether every owner may use the model.
+    pub fn is_shared(&self) -> bool {
+        self.owner.is_empty() && !self.is_private
+    }
 }
 
 /// The origin of a downloaded model.
@@ -106,7 +115,8 @@ impl Store {
         after: Option<&str>,
         limit: u32,
     ) -> Result<Page<ModelRow>, StoreError> {
-        let sql = "SELECT * FROM models WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner IN ('', ?3)) \
+        let sql = "SELECT * FROM models WHERE (created_at, id) < (?1, ?2) \
+                   AND (?3 IS NULL OR owner = ?3 OR (owner = '' AND is_private = 0)) \
                    ORDER BY created_at DESC, id DESC LIMIT ?4";
         self.newest(Newest { list: "models", sql, owner, after, limit, more: &[] }, ModelRow::read).await
     }
@@ -173,6 +183,7 @@ impl ModelRow {
             sha256: column(row, "sha256")?,
             card: json_column(row, "card")?,
             owner: column(row, "owner")?,
+            is_private: column(row, "is_private")?,
             created_at: column(row, "created_at")?,
             hub: HubOrigin::read(row)?,
             problem: column(row, "problem")?,

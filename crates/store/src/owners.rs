@@ -31,11 +31,6 @@ impl Store {
         self.owner_of("SELECT jobs.owner FROM tasks JOIN jobs ON jobs.id = tasks.job_id WHERE tasks.id = ?", id).await
     }
 
-    /// Returns the owner of a model; empty = available to everyone.
-    pub async fn model_owner(&self, id: &str) -> Result<Option<String>, StoreError> {
-        self.owner_of("SELECT owner FROM models WHERE id = ?", id).await
-    }
-
     /// Returns the owner of a webhook. A webhook for all jobs belongs to the admins only, whichever key created it: empty.
     pub async fn webhook_owner(&self, id: WebhookId) -> Result<Option<String>, StoreError> {
         self.owner_of("SELECT CASE all_jobs WHEN 1 THEN '' ELSE owner END FROM webhooks WHERE id = ?", &id.to_string())

@@ -8,7 +8,8 @@ use super::super::AppState;
 use super::super::auth::Caller;
 use super::super::error::{Code, Problem, shortened};
 use super::super::reach;
-use super::super::storage::check_limit;
+use super::super::storage::check_room_for_model;
+use super::find::{find, private_id, taken};
 use super::{RENAMED_TO, read_card, record};
 use crate::config::HubTokenFor;
 use crate::error_text::with_causes;
@@ -16,7 +17,6 @@ use crate::hub::{FileHash, Hub, HubError, HubSettings, Repo, RepoKind, RepoPlan,
 use crate::modelcard::{self, ModelFile};
 use crate::protocol::FileEntry;
 use crate::reward::http_client::restricted_client;
-use crate::storage::StorageKind;
 use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
 
 /// The metadata of a model before its files are downloaded.
@@ -24,12 +24,14 @@ pub(in crate::http) struct Inspected {
     new: NewHubModel,
     /// Whether the files are in the operator's local cache of huggingface_hub. Otherwise they must be downloaded.
     is_here: bool,
+    /// Number of bytes that must still be downloaded.
+    missing_bytes: u64,
 }
 
 impl Inspected {
     /// Converts the metadata to a model row that is not stored in the database.
     pub(in crate::http) fn into_row(self) -> ModelRow {
-        let Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready }, is_here: _ } = self;
+        let NewHubModel { id, source, sha256, card, owner, is_private, origin, is_ready } = self.new;
         let state = if is_ready { "ready" } else { "downloading" };
         ModelRow {
             id,
@@ -38,6 +40,7 @@ impl Inspected {
             sha256,
             card,
             owner,
+            is_private,
             created_at: clock_ms(),
             hub: Some(origin),
             problem: None,
@@ -100,47 +103,66 @@ pub(in crate::http) async fn inspect(
         let offline = || problem(&HubError::Offline { repo: repo.to_string() });
         let cached = cached.ok_or_else(offline)?;
         let origin = origin(repo, cached.commit, 0);
-        return cached_model(id, cached.path, origin, String::new()).await;
+        return cached_model(Naming::shared(id), cached.path, origin).await;
     }
     let hub = client(state, caller).await?;
     let plan = hub.plan_model(repo).await.map_err(|error| problem(&error))?;
     // A token decided that the model may be read, so only the caller may see it.
-    let is_private = plan.is_restricted && caller.hub_token().is_some();
-    let owner = if is_private { caller.owner().to_owned() } else { String::new() };
+    let naming = match plan.is_restricted && caller.hub_token().is_some() {
+        true => Naming { id: private_id(id, caller), owner: caller.owner().to_owned(), is_private: true },
+        false => Naming::shared(id),
+    };
     let origin = origin(repo, plan.commit.clone(), plan.total_bytes());
     let at_commit = Repo::new(RepoKind::Model, repo.id(), &plan.commit).map_err(Problem::internal)?;
     if let Some(cached) = cache.and_then(|cache| find_cached(cache, &at_commit))
         && verify_cached(&cached).await.map_err(|error| problem(&error))?.is_none()
     {
-        return cached_model(id, cached.path, origin, owner).await;
+        return cached_model(naming, cached.path, origin).await;
     }
-    outline(state, &hub, id, plan, origin, owner).await
+    outline(state, &hub, naming, plan, origin).await
+}
+
+/// The id of a model, and who may use it.
+struct Naming {
+    id: String,
+    owner: String,
+    is_private: bool,
+}
+
+impl Naming {
+    fn shared(id: String) -> Self {
+        Naming { id, owner: String::new(), is_private: false }
+    }
 }
 
 fn origin(repo: &Repo, commit: String, bytes_total: u64) -> HubOrigin {
     HubOrigin { repo: repo.id().to_owned(), revision: repo.revision().to_owned(), commit, bytes_total }
 }
 
-async fn cached_model(id: String, folder: PathBuf, origin: HubOrigin, owner: String) -> Result<Inspected, Problem> {
+async fn cached_model(naming: Naming, folder: PathBuf, origin: HubOrigin) -> Result<Inspected, Problem> {
+    let Naming { id, owner, is_private } = naming;
     let read = folder.clone();
     let described = tokio::task::spawn_blocking(move || describe(&read)).await.map_err(Problem::internal)?;
     let (card, sha256) = described.map_err(|detail| unusable(&id, &detail))?;
     let bytes_total = card["size_bytes"].as_u64().unwrap_or(origin.bytes_total);
     let (source, origin) = (folder.to_string_lossy().into_owned(), HubOrigin { bytes_total, ..origin });
-    Ok(Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: true }, is_here: true })
+    let new = NewHubModel { id, source, sha256, card, owner, is_private, origin, is_ready: true };
+    Ok(Inspected { new, is_here: true, missing_bytes: 0 })
 }
 
 async fn outline(
     state: &AppState,
     hub: &Hub,
-    id: String,
+    naming: Naming,
     plan: RepoPlan,
     origin: HubOrigin,
-    owner: String,
 ) -> Result<Inspected, Problem> {
-    let folder = state.downloads.outline(&plan.commit);
-    hub.outline(&plan, &state.downloads.parts(), &folder).await.map_err(|error| problem(&error))?;
-    let source = state.downloads.folder(plan.repo.id(), &plan.commit).to_string_lossy().into_owned();
+    let Naming { id, owner, is_private } = naming;
+    let (folder, parts) = (state.downloads.outline(plan.repo.id(), &plan.commit), state.downloads.parts());
+    hub.outline(&plan, &parts, &folder).await.map_err(|error| problem(&error))?;
+    let source = state.downloads.folder(plan.repo.id(), &plan.commit);
+    let missing_bytes = plan.missing_bytes(&parts, &source);
+    let source = source.to_string_lossy().into_owned();
     let described = tokio::task::spawn_blocking(move || {
         let (card, files) = read_card(&folder).map_err(|problem| problem.detail().to_owned())?;
         let sha256 = announced_fingerprint(&folder, &files, &plan)?;
@@ -152,7 +174,8 @@ async fn outline(
         Ok::<_, String>((card, sha256))
     });
     let (card, sha256) = described.await.map_err(Problem::internal)?.map_err(|detail| unusable(&id, &detail))?;
-    Ok(Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: false }, is_here: false })
+    let new = NewHubModel { id, source, sha256, card, owner, is_private, origin, is_ready: false };
+    Ok(Inspected { new, is_here: false, missing_bytes })
 }
 
 /// Returns the fingerprint that the complete model will have: from the weights' hashes that the hub announces, and from the
@@ -202,29 +225,27 @@ pub(in crate::http) async fn register(
         }
         return Ok((row, false));
     }
-    let Inspected { new, is_here } = inspect(state, caller, id, repo).await?;
+    let Inspected { new, is_here, missing_bytes } = inspect(state, caller, id.clone(), repo).await?;
+    let admission = state.downloads.admission().await;
     if !is_here {
-        check_limit(state, StorageKind::Models, new.origin.bytes_total).await?;
+        check_room_for_model(state, &new.source, new.origin.bytes_total, missing_bytes).await?;
     }
-    let (row, is_new) = state.store.hub_model_create(new, clock_ms()).await?;
+    let (row, is_new) = match state.store.hub_model_create(new, clock_ms()).await {
+        Err(error @ StoreError::Exists { .. }) => return Err(taken(state, caller, &id, error.into()).await),
+        created => created?,
+    };
+    drop(admission);
     if !is_here {
         state.downloads.start(client(state, caller).await?, &row, describe);
     }
     Ok((row, is_new))
 }
 
-/// Returns the registered model of this id if it has the same repository and revision and its download did not fail. Such a
+/// Returns the caller's registered model of this id if it has the same repository and revision and its download did not fail. Such a
 /// model stays at its commit.
 async fn known(state: &AppState, caller: &Caller, id: &str, repo: &Repo) -> Result<Option<ModelRow>, Problem> {
-    let row = match state.store.model_get(id).await {
-        Ok(row) => row,
-        Err(StoreError::NotFound { .. }) => return Ok(None),
-        Err(error) => return Err(error.into()),
-    };
+    let Some(row) = find(state, caller, id).await? else { return Ok(None) };
     let conflict = |detail: String| Problem::new(Code::Conflict, detail.clone()).item("/id", "taken", detail);
-    if !caller.may_use_model(&row.owner) {
-        return Err(conflict(format!("the model id '{}' is taken; choose another one", shortened(id))));
-    }
     match &row.hub {
         Some(hub) if hub.repo == repo.id() && hub.revision == repo.revision() => {
             Ok(Some(row).filter(|row| row.state != "failed"))
@@ -241,8 +262,9 @@ async fn known(state: &AppState, caller: &Caller, id: &str, repo: &Repo) -> Resu
 pub async fn resume(state: &AppState) -> Result<(), Problem> {
     for row in state.store.hub_models_downloading().await? {
         let Some(hub) = &row.hub else { continue };
-        if row.owner.is_empty() {
-            let client = build(state, state.config.hub.environment.token.clone()).await?;
+        let token = state.config.hub.environment.token.clone();
+        if row.is_shared() || (row.owner.is_empty() && token.is_some()) {
+            let client = build(state, token).await?;
             state.downloads.start(client, &row, describe);
             continue;
         }

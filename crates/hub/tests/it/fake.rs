@@ -17,6 +17,10 @@ use serde_json::{Value, json};
 use sha1::{Digest, Sha1};
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+/// Commit of the branch `next` of the model.
+pub const NEXT: &str = "89abcdef0123456789abcdef0123456789abcdef";
+/// Folders of the files that differ on the branch `next`, and in the repository `fake/twin`, which has the commit of `fake/tiny`.
+const VARIANTS: [&str; 2] = ["next/", "twin/"];
 /// Former names of the model `fake/tiny` and of the dataset `fake/rows`.
 pub const OLD_MODEL: &str = "former/tiny";
 pub const OLD_DATASET: &str = "former/rows";
@@ -54,7 +58,7 @@ pub struct Faults {
     pub moved: bool,
     /// Status and `X-Error-Code` of `resolve`.
     pub refused: Option<(u16, &'static str)>,
-    /// Token that every request requires. Requests without it get 401 GatedRepo.
+    /// Token that every request for a file requires. Requests without it get 401 GatedRepo.
     pub gated: Option<&'static str>,
     /// The CDN sends this many bytes of a file, and the rest after `released`.
     pub held_after: Option<usize>,
@@ -65,7 +69,7 @@ pub struct Faults {
 pub struct Fake {
     pub files: BTreeMap<String, Vec<u8>>,
     pub faults: Faults,
-    /// Port, `Range` and `Authorization` of each request.
+    /// Port, path, `Range` and `Authorization` of each request.
     pub seen: Mutex<Vec<Seen>>,
     pub cdn: Mutex<String>,
     /// Number of file bytes that were requested from the CDN.
@@ -75,6 +79,7 @@ pub struct Fake {
 #[derive(Debug, Clone)]
 pub struct Seen {
     pub cdn: bool,
+    pub path: String,
     pub range: Option<String>,
     pub authorization: Option<String>,
 }
@@ -144,7 +149,31 @@ fn take(left: &AtomicU32) -> bool {
 fn note(fake: &Fake, cdn: bool, request: &Request) {
     let text = |name| request.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
     let (range, authorization) = (text(header::RANGE), text(header::AUTHORIZATION));
-    fake.seen.lock().unwrap().push(Seen { cdn, range, authorization });
+    let path = request.uri().path().to_owned();
+    fake.seen.lock().unwrap().push(Seen { cdn, path, range, authorization });
+}
+
+/// Returns the commit of a revision of a repository, and the folder of the files that differ there.
+fn variant(repo: &str, revision: &str) -> Option<(&'static str, &'static str)> {
+    match (repo, revision) {
+        ("fake/tiny" | "fake/rows", "main" | COMMIT) => Some((COMMIT, "")),
+        ("fake/tiny", "next" | NEXT) => Some((NEXT, "next/")),
+        ("fake/twin", "main" | COMMIT) => Some((COMMIT, "twin/")),
+        _ => None,
+    }
+}
+
+impl Fake {
+    /// Returns the files of a variant: each path with its name in `files`.
+    fn files_of(&self, folder: &str) -> BTreeMap<&str, &str> {
+        let is_of_variant = |path: &str| VARIANTS.iter().any(|folder| path.starts_with(folder));
+        let common = self.files.keys().map(String::as_str).filter(|path| !is_of_variant(path));
+        let mut files: BTreeMap<&str, &str> = common.map(|path| (path, path)).collect();
+        if !folder.is_empty() {
+            files.extend(self.files.keys().filter_map(|path| Some((path.strip_prefix(folder)?, path.as_str()))));
+        }
+        files
+    }
 }
 
 fn error(status: u16, code: &str) -> Response {
@@ -185,46 +214,33 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
             return (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, location)], "").into_response();
         }
     }
-    let of = |id| move |rest| (id, rest);
-    let api = path.strip_prefix("/api/models/fake/tiny").map(of("fake/tiny"));
-    if let Some((id, rest)) = api.or_else(|| path.strip_prefix("/api/datasets/fake/rows").map(of("fake/rows"))) {
-        let is_converted = rest.contains("refs%2Fconvert%2Fparquet");
-        let on_branch = |(path, _): &(&String, &Vec<u8>)| path.starts_with(CONVERTED) == is_converted;
-        let siblings: Vec<Value> =
-            fake.files.iter().filter(on_branch).map(|(path, bytes)| sibling(path, bytes)).collect();
-        return match rest {
-            "/revision/main" | "" => description(id, &siblings, fake.faults.gated.is_some()),
-            "/revision/refs%2Fconvert%2Fparquet" => description(id, &siblings, fake.faults.gated.is_some()),
-            rest if rest == format!("/revision/{COMMIT}") => description(id, &siblings, fake.faults.gated.is_some()),
-            rest if rest.starts_with("/tree/") => {
-                let entry = |(path, bytes): (&String, &Vec<u8>)| {
-                    let mut entry = json!({"type": "file", "path": path, "size": bytes.len(), "oid": git_sha1(bytes)});
-                    if bytes.len() > SMALL {
-                        entry["lfs"] = json!({"oid": Sha256Digest::of(bytes), "size": bytes.len(), "pointerSize": 134});
-                    }
-                    entry
-                };
-                axum::Json(fake.files.iter().map(entry).collect::<Vec<_>>()).into_response()
-            }
-            _ => error(404, "RevisionNotFound"),
-        };
+    let of_api = [("/api/models/", "fake/tiny"), ("/api/models/", "fake/twin"), ("/api/datasets/", "fake/rows")];
+    let api = of_api.iter().find_map(|(start, repo)| Some((*repo, path.strip_prefix(start)?.strip_prefix(repo)?)));
+    if let Some((repo, rest)) = api {
+        return describe(&fake, repo, rest);
     }
     if let Some(token) = fake.faults.gated
-        && path.starts_with("/fake/tiny/")
+        && path.contains("/resolve/")
         && !has_token(token)
     {
         return error(401, "GatedRepo");
     }
-    let of_model = format!("/fake/tiny/resolve/{COMMIT}/");
-    let of_dataset = format!("/datasets/fake/rows/resolve/{COMMIT}/");
-    let Some(path) = path.strip_prefix(&of_model).or_else(|| path.strip_prefix(&of_dataset)) else {
+    let of_file = ["fake/tiny", "fake/twin", "fake/rows"].iter().find_map(|repo| {
+        let start = if *repo == "fake/rows" { "/datasets/" } else { "/" };
+        let (commit, path) =
+            path.strip_prefix(start)?.strip_prefix(repo)?.strip_prefix("/resolve/")?.split_once('/')?;
+        let (commit, folder) = variant(repo, commit).filter(|(known, _)| *known == commit)?;
+        Some((commit, folder, path))
+    });
+    let Some((commit, folder, path)) = of_file else {
         return error(if request.headers().contains_key(header::AUTHORIZATION) { 404 } else { 401 }, "RepoNotFound");
     };
     if let Some((status, code)) = fake.faults.refused {
         return error(status, code);
     }
-    let Some(bytes) = fake.files.get(path) else { return error(404, "EntryNotFound") };
-    let commit = if fake.faults.moved { "f".repeat(40) } else { COMMIT.to_owned() };
+    let Some(path) = fake.files_of(folder).get(path).copied() else { return error(404, "EntryNotFound") };
+    let bytes = &fake.files[path];
+    let commit = if fake.faults.moved { "f".repeat(40) } else { commit.to_owned() };
     if bytes.len() <= SMALL {
         let headers = [("etag", format!("\"{}\"", git_sha1(bytes))), ("x-repo-commit", commit)];
         let body = if request.method() == Method::HEAD { Vec::new() } else { bytes.clone() };
@@ -243,6 +259,30 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     (StatusCode::FOUND, headers, "").into_response()
 }
 
+/// Returns the answer of the Hub's API about a repository.
+fn describe(fake: &Fake, repo: &str, rest: &str) -> Response {
+    let gated = fake.faults.gated.is_some();
+    if rest.starts_with("/tree/") {
+        let entry = |(path, name): (&str, &str)| {
+            let bytes = &fake.files[name];
+            let mut entry = json!({"type": "file", "path": path, "size": bytes.len(), "oid": git_sha1(bytes)});
+            if bytes.len() > SMALL {
+                entry["lfs"] = json!({"oid": Sha256Digest::of(bytes), "size": bytes.len(), "pointerSize": 134});
+            }
+            entry
+        };
+        return axum::Json(fake.files_of("").into_iter().map(entry).collect::<Vec<_>>()).into_response();
+    }
+    let is_converted = rest == "/revision/refs%2Fconvert%2Fparquet";
+    let revision = if rest.is_empty() || is_converted { Some("main") } else { rest.strip_prefix("/revision/") };
+    let Some((commit, folder)) = revision.and_then(|revision| variant(repo, revision)) else {
+        return error(404, "RevisionNotFound");
+    };
+    let files = fake.files_of(folder).into_iter().filter(|(path, _)| path.starts_with(CONVERTED) == is_converted);
+    let siblings: Vec<Value> = files.map(|(path, name)| sibling(path, &fake.files[name])).collect();
+    description(repo, commit, &siblings, gated)
+}
+
 /// Returns the answer of the dataset server: the files in [`CONVERTED`], by configuration and split.
 fn converted(fake: &Fake, query: &str) -> Response {
     if query != "dataset=fake%2Frows" {
@@ -257,9 +297,9 @@ fn converted(fake: &Fake, query: &str) -> Response {
     axum::Json(json!({"parquet_files": files.collect::<Vec<_>>(), "partial": false})).into_response()
 }
 
-fn description(id: &str, siblings: &[Value], gated: bool) -> Response {
+fn description(id: &str, commit: &str, siblings: &[Value], gated: bool) -> Response {
     let gated = if gated { json!("manual") } else { json!(false) };
-    let document = json!({"id": id, "modelId": id, "sha": COMMIT, "private": false, "gated": gated,
+    let document = json!({"id": id, "modelId": id, "sha": commit, "private": false, "gated": gated,
                           "disabled": false, "tags": [], "downloads": 0, "siblings": siblings});
     axum::Json(document).into_response()
 }

@@ -33,15 +33,17 @@ type Counted = HashSet<(u64, u64)>;
 
 impl DataDir {
     /// Computes the storage use of the directory. A file with several hard links counts once, preferably as
-    /// part of a checkpoint. Blocking.
+    /// part of a checkpoint or of a model. Blocking.
     pub fn usage(&self, owners: &Owners) -> Result<Usage, FilesError> {
         let mut walk = Walk { owners, usage: Usage::new(), counted: Counted::new() };
         let mut names = entries(self.root())?;
-        // Checkpoints are counted before the hard links to their files, which then count nothing.
+        // Checkpoints are counted before the hard links to their files, which then count nothing. So are the files of models before
+        // their names among the partial downloads.
         let rank = |path: &PathBuf| match name_of(path).as_str() {
             "checkpoints" => 0,
             "initial" => 1,
-            _ => 2,
+            "models" => 2,
+            _ => 3,
         };
         names.sort_by_key(|path| (rank(path), path.clone()));
         for path in names {

@@ -164,6 +164,36 @@ async fn a_downloaded_model_is_pinned_by_jobs_and_by_adapters_and_other_folders_
 }
 
 #[tokio::test]
+async fn the_folder_of_two_models_stays_until_neither_is_used() {
+    let setting = Setting::new().await;
+    let (store, files) = (&setting.store, &setting.files);
+    let folder = files.root().join("models/org--tiny/abc");
+    let weights = write(&folder.join("model.safetensors"), 1000);
+    model(&setting, "org/tiny", &folder).await;
+    model(&setting, "mine", &folder).await;
+    let rules = GcRules { models_ms: Some(DAY), ..rules(T0 + 100 * DAY) };
+    let models = async || {
+        let items = gc::plan(store, files, rules).await.unwrap();
+        items.into_iter().filter(|item| item.kind == StorageKind::Models).collect::<Vec<_>>()
+    };
+    // A job with one model needs the folder of both.
+    let job = setting.job_of(&plan(setting.dataset), 0, T0).await.unwrap().id;
+    let pinned = models().await;
+    assert_eq!(short(&pinned), [(StorageKind::Models, 0, false), (StorageKind::Models, 1000, false)], "{pinned:?}");
+    store.job_cancel(job, T0).await.unwrap();
+    let unused = models().await;
+    assert_eq!(short(&unused), [(StorageKind::Models, 0, true), (StorageKind::Models, 1000, true)], "{unused:?}");
+    // A job comes in between.
+    let job = setting.job_of(&plan(setting.dataset), 0, T0).await.unwrap().id;
+    assert!(gc::remove(store, files, &Removal::Model("mine".to_owned(), folder.clone())).await.unwrap());
+    assert!(!gc::remove(store, files, &Removal::Model("org/tiny".to_owned(), folder.clone())).await.unwrap());
+    assert!(store.model_get("mine").await.is_err() && weights.is_file());
+    store.job_cancel(job, T0).await.unwrap();
+    assert!(gc::remove(store, files, &Removal::Model("org/tiny".to_owned(), folder.clone())).await.unwrap());
+    assert!(!folder.exists());
+}
+
+#[tokio::test]
 async fn checkpoints_of_jobs_that_are_over_for_long_go_but_for_pinned_ones() {
     let setting = Setting::new().await;
     let (store, files) = (&setting.store, &setting.files);
@@ -217,6 +247,10 @@ async fn storage_use_adds_up_by_kind_and_owner_and_a_linked_file_counts_once() {
     write(&folder.join("model.safetensors"), 1000);
     model(&setting, "org/tiny", &folder).await;
     model(&setting, "org/foreign", Path::new("/somewhere/else")).await;
+    // While a model is downloaded, its files have a second name among the partial ones.
+    let part = files.root().join("hub/parts/aa");
+    std::fs::create_dir_all(part.parent().unwrap()).unwrap();
+    std::fs::hard_link(folder.join("model.safetensors"), &part).unwrap();
     let report = rlood_store::storage::report(store, files).await.unwrap();
     let used =
         |kind, owner: &str| report.usage.get(&(kind, owner.to_owned())).map(|used| (used.size_bytes, used.count));
