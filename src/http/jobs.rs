@@ -205,17 +205,13 @@ async fn list_jobs(
                     bad_query("state", "invalid_value", format!("must be one or several of {}", names()))
                 })?;
             }
-<<<<<<< HEAD
             "name" => filter.name = Some(value),
             "name_contains" => filter.name_contains = Some(value),
             "id_prefix" => filter.id_prefix = Some(value.to_ascii_lowercase()),
-            "model" => filter.model = Some(value),
-=======
             "model" => {
                 let row = find(&state, &caller, &value).await?;
                 filter.model = Some(row.map_or(value, |row| row.id));
             }
->>>>>>> fix-a
             "after" => after = Some(value),
             "limit" => {
                 let number = value.parse().map_err(|_| bad_query("limit", "invalid_type", "must be a whole number"))?;
