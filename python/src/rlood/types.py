@@ -340,6 +340,8 @@ SumOrder = Literal["v1"]
 
 TieRule = Literal["std", "equal"]
 
+WarmUpRule = Literal["evaluated", "evaluated_and_judged"]
+
 
 class Arithmetic(TypedDict, total=False):
     """The rules that decide the exact bits of a run; absent = those of rlood 0.1."""
@@ -347,6 +349,7 @@ class Arithmetic(TypedDict, total=False):
     split: SplitRule
     sums: SumOrder
     ties: TieRule
+    warm_up: WarmUpRule
 
 
 class _CheckpointPlanRequired(TypedDict):
@@ -708,6 +711,7 @@ class JobSpecDataset1(TypedDict, total=False):
     id: str
     limit: int
     map: DatasetMap
+    name: str
     records: List[Dict[str, Any]]
     revision: str
     seed: int
@@ -1694,6 +1698,7 @@ class ModelCard(_ModelCardRequired, total=False):
     """Properties of a model."""
 
     labels: List[str]
+    precision: Optional[str]
     task: ModelTask
 
 
@@ -1701,6 +1706,7 @@ class _ModelRequired(TypedDict):
     created_at: Time
     id: str
     owner: str
+    private: bool
     sha256: str
     source: str
     state: str
@@ -1717,6 +1723,7 @@ class Model(_ModelRequired, total=False):
     eta_s: Optional[float]
     hub: Optional[str]
     problem: Optional[str]
+    renamed_to: Optional[str]
     revision: Optional[str]
 
 
