@@ -8,6 +8,7 @@
 //!
 //! This file is longer than others: the rules of who owns which path are easier to review on one page.
 
+pub(super) mod models;
 mod streams;
 mod workers;
 
@@ -26,7 +27,6 @@ use subtle::ConstantTimeEq;
 use super::AppState;
 use super::cookie::{self, CSRF_HEADER, Cookie};
 use super::error::{Code, Problem, REQUEST_ID};
-use super::models::find::find;
 use super::throttle::Client;
 use crate::hub::Token;
 use crate::id::KeyId;
@@ -34,6 +34,7 @@ use crate::listen::Connection;
 use crate::scopes::{self, Access, Scope, Scopes};
 use crate::store::{KeyRow, ModelRow, NewAudit, StoreError, clock_ms};
 
+use models::find;
 use streams::{Asker, over};
 
 pub use streams::Streams;

@@ -10,10 +10,10 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
+use super::auth::models::find as find_model;
 use super::dataset_sources::preview_files;
 use super::error::{Code, FieldError, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query};
-use super::models::find::find as find_model;
 use super::rows::row_errors;
 use super::uploads::{CreateQuery, Purpose, Sent, SentRows, receive};
 use crate::data::Preview;

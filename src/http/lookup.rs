@@ -10,9 +10,9 @@ use serde_json::{Map, Value};
 
 use super::AppState;
 use super::auth::Caller;
+use super::auth::models::find;
 use super::error::{Code, Problem, chain, shortened};
 use super::heavy;
-use super::models::find::find;
 use super::models::hub::{self, Inspected};
 use super::models::{RENAMED_TO, is_as_registered};
 use super::prompts::{Place, Prompts};

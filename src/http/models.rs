@@ -1,7 +1,6 @@
 //! Models: an id for a directory on the server. The directory is read and checked when it is registered.
 
 pub mod card;
-pub mod find;
 pub mod hub;
 
 use std::path::{Path as FsPath, PathBuf};
@@ -18,6 +17,7 @@ use utoipa_axum::routes;
 use self::card::Card;
 use super::AppState;
 use super::auth::Caller;
+use super::auth::models::{check_id, find, taken};
 use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{HashedJson, Json, Path, Query};
 use super::idempotency::{Answer, once};
@@ -27,7 +27,6 @@ use crate::modelcard::classifier::is_classifier;
 use crate::modelcard::text::{Text, TextError};
 use crate::modelcard::{self, ClassifierCard, ModelCardError, ModelFile};
 use crate::store::{ModelRow, NewModel, clock_ms};
-use find::{check_id, find, taken};
 
 /// The JSON key under which a model's database record stores the stamp (sizes and modification times) of its files.
 const STAMP: &str = "stamp";

@@ -5,8 +5,8 @@ use std::path::Path as FilePath;
 
 use super::AppState;
 use super::auth::Caller;
+use super::auth::models::find as find_model;
 use super::error::{Problem, shortened};
-use super::models::find::find as find_model;
 use super::models::is_as_registered;
 use crate::modelcard::{Backbone, ClassifierCard};
 use crate::spec::{FieldError, JobSpec, RewardKind, RewardModelFacts, RewardModelPlan, RewardTextFormat};

@@ -26,10 +26,10 @@ use utoipa_axum::router::OpenApiRouter;
 
 use super::AppState;
 use super::auth::WorkerPass;
+use super::auth::models::plain_id;
 use super::download::{Download, send_file};
 use super::error::{Code, Problem};
 use super::extract::{Json, Path, Query, body_problem};
-use super::models::find::plain_id;
 use super::python_rewards;
 use super::storage::check_limit;
 use crate::config::random_token;

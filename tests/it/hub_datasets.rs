@@ -308,7 +308,6 @@ async fn a_job_names_a_data_set_of_the_hub() {
         let job = server.submit(&wanted).await;
         let view = server.get(&format!("/jobs/{job}")).await;
         let stored = view["plan"]["dataset"]["id"].as_str().unwrap();
-        assert_eq!(view["spec"]["dataset"], json!({"id": stored}), "{view}");
         let dataset = server.get(&format!("/datasets/{stored}")).await;
         assert_eq!(dataset["name"], name, "{source}: {dataset}");
         let rows = source["limit"].as_u64().unwrap_or(2);

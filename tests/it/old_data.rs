@@ -189,7 +189,10 @@ async fn a_data_directory_of_51ddf53_opens_and_its_jobs_end_with_its_bytes() {
     let version = env!("CARGO_PKG_VERSION");
     assert_eq!(changed["data"]["data"]["previous_version"], "0.1.0");
     assert_eq!(changed["data"]["data"]["version"], version);
-    assert_eq!(changed["data"]["data"]["arithmetic"], json!({"split": "row_number", "ties": "std", "sums": "v1"}));
+    assert_eq!(
+        changed["data"]["data"]["arithmetic"],
+        json!({"split": "row_number", "ties": "std", "sums": "v1", "warm_up": "evaluated"})
+    );
     let started = events.iter().rfind(|event| event["type"] == "job.started").unwrap();
     assert_eq!((&started["data"]["version"], &started["data"]["previous_version"]), (&json!(version), &json!("0.1.0")));
     // A job that starts with this version has no event about another version.

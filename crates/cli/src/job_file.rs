@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 use crate::error::CliError;
 
 pub mod dry_run;
+pub mod local_rows;
 pub mod uploads;
 
 /// Maximum size of a job file in bytes, so that a wrong file is not read completely.

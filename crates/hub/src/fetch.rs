@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use futures::stream::{self, TryStreamExt};
 use reqwest::StatusCode;
@@ -13,35 +12,12 @@ use crate::error::HubError;
 use crate::http::{Attempts, Failed, Hub, next_piece, text};
 use crate::info::RepoFile;
 use crate::part::{Part, is_complete, link_from, release, sync_folder};
+use crate::progress::Progress;
 
 /// Number of concurrent downloads.
 pub(crate) const MAX_CONCURRENT: usize = 4;
 /// Disk space in bytes that a download must leave free.
 pub const RESERVED_BYTES: u64 = 64 << 20;
-
-/// Progress of a download, shared with the code that displays it.
-#[derive(Debug, Default)]
-pub struct Progress {
-    done_bytes: AtomicU64,
-}
-
-impl Progress {
-    /// Returns the number of bytes downloaded so far, including partial files. The number decreases when the download of a
-    /// file must start again.
-    pub fn done_bytes(&self) -> u64 {
-        self.done_bytes.load(Ordering::Relaxed)
-    }
-
-    /// Resets the number of downloaded bytes before a retry, which counts the bytes on disk again.
-    pub fn reset(&self) {
-        self.done_bytes.store(0, Ordering::Relaxed);
-    }
-
-    pub(crate) fn moved(&self, from: u64, to: u64) {
-        // `to - from` may be negative and then wraps around; the wrapping sum is still correct in any order of updates.
-        self.done_bytes.fetch_add(to.wrapping_sub(from), Ordering::Relaxed);
-    }
-}
 
 /// The folders of one download.
 struct Folders<'a> {

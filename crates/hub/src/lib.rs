@@ -23,15 +23,17 @@ mod id;
 mod info;
 mod outline;
 mod part;
+mod progress;
 mod ranges;
 
 pub use cache::{Cached, find_cached, verify_cached};
 pub use choose::{ConvertedFile, RepoPlan};
 pub use environment::{HubEnvironment, PUBLIC_ENDPOINT};
 pub use error::HubError;
-pub use fetch::{Progress, RESERVED_BYTES};
+pub use fetch::RESERVED_BYTES;
 pub use hash::FileHash;
 pub use http::{Hub, HubSettings, Token};
 pub use id::{InvalidRepo, Repo, RepoKind};
 pub use info::{RepoFile, RepoInfo};
 pub use outline::clean_parts;
+pub use progress::Progress;

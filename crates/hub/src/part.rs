@@ -10,9 +10,9 @@ use std::time::Duration;
 use tokio::io::AsyncWriteExt;
 
 use crate::error::HubError;
-use crate::fetch::Progress;
 use crate::hash::{FileHash, Hasher};
 use crate::info::RepoFile;
+use crate::progress::Progress;
 
 /// The downloaded part of a file. It is named after the file's hash, so that every later download of the same content finds it,
 /// and locked during a download.

@@ -9,6 +9,7 @@ use minijinja_contrib::pycompat;
 
 use super::budget::{self, ITEM_BYTES, MAX_ESCAPE_BYTES, charge, charge_read};
 use super::methods;
+use super::nulls::{refuse_null, refuse_null_in, refuse_null_items};
 use super::operators::{self, elements, scan};
 
 /// How the cost of a filter or method is computed from its arguments. The first argument is the value before the `|` or the `.`.
@@ -80,9 +81,6 @@ pub fn environment(fuel: u64) -> Environment<'static> {
     environment
 }
 
-/// Error text for a null in a text, in an environment that refuses it.
-pub const NULL_IN_TEXT: &str = "a null value cannot be part of a text";
-
 /// Makes an environment refuse null as a part of a text, which Jinja writes as `None`: for templates whose text is stored as
 /// data. Chat templates must write what Jinja writes.
 pub fn refuse_nulls(environment: &mut Environment<'static>) {
@@ -106,23 +104,6 @@ pub fn refuse_nulls(environment: &mut Environment<'static>) {
         };
         environment.add_filter(name, checked(check, cost, filter));
     }
-}
-
-fn refuse_null(value: &Value) -> Result<(), Error> {
-    if value.is_none() { Err(Error::new(ErrorKind::InvalidOperation, NULL_IN_TEXT)) } else { Ok(()) }
-}
-
-pub(super) fn refuse_null_in(values: &[Value]) -> Result<(), Error> {
-    values.iter().try_for_each(refuse_null)
-}
-
-/// Refuses null, and a list that contains null.
-fn refuse_null_items(value: &Value) -> Result<(), Error> {
-    refuse_null(value)?;
-    if value.kind() != ValueKind::Seq {
-        return Ok(());
-    }
-    value.try_iter()?.try_for_each(|item| refuse_null(&item))
 }
 
 /// Implements `raise_exception`: fails with the template's message.

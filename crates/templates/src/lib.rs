@@ -9,6 +9,7 @@
 mod budget;
 mod filters;
 mod methods;
+mod nulls;
 mod operators;
 mod program;
 
@@ -19,7 +20,8 @@ use minijinja::value::{Enumerator, Object, ObjectRepr};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
 pub use budget::charge;
-pub use filters::{NULL_IN_TEXT, environment, raise, refuse_nulls};
+pub use filters::{environment, raise, refuse_nulls};
+pub use nulls::NULL_IN_TEXT;
 pub use operators::install as limit_operators;
 use program::Program;
 

@@ -6,7 +6,7 @@ use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::budget::{self, ITEM_BYTES, charge, charge_read};
-use super::filters::refuse_null_in;
+use super::nulls::refuse_null_in;
 
 type BudgetCheck = fn(&[Value]) -> Result<(), Error>;
 

@@ -6,10 +6,10 @@ use serde_json::Value;
 
 use super::super::AppState;
 use super::super::auth::Caller;
+use super::super::auth::models::{find, private_id, taken};
 use super::super::error::{Code, Problem, shortened};
 use super::super::reach;
 use super::super::storage::check_room_for_model;
-use super::find::{find, private_id, taken};
 use super::{RENAMED_TO, read_card, record};
 use crate::config::HubTokenFor;
 use crate::error_text::with_causes;

@@ -50,7 +50,7 @@ async fn a_verdict_is_begun_followed_and_shown_and_its_exit_code_is_its_word() {
     let summary = result["summary"].as_str().unwrap();
     let shown = user.run(&["show", &id]).ok();
     assert!(shown.starts_with(&format!("{:<12} {summary}\n", "verdict")), "{shown}");
-    assert!(shown.contains("the checkpoint was chosen with these rows too"), "{shown}");
+    assert!(shown.contains("these rows also chose this checkpoint: optimistic"), "{shown}");
     let waited = user.run(&["wait", &id]);
     assert!(waited.err.contains(&format!("verdict: {summary}")), "{waited:?}");
     // The same request shows the same verdict; other sampling settings create a new one.

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::follow::text;
+use crate::job_file::local_rows::LocalRows;
 use crate::job_file::uploads;
 use crate::listing::Listing;
 use crate::output::{Table, clean, format_age, format_bytes, shown};
@@ -173,7 +174,7 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
 
 async fn upload(context: &Context, args: &Upload) -> Result<(), CliError> {
     let mapping = recipe(args)?;
-    let rows = uploads::LocalRows::open(context, &args.file, mapping)?;
+    let rows = LocalRows::open(context, &args.file, mapping)?;
     let id = uploads::upload_once(context, &rows, args.name.as_deref()).await?;
     if context.out.json {
         let answer = context.client.raw_get(&["datasets", &id]).send().await?;

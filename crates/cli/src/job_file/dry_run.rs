@@ -3,7 +3,7 @@
 use rlood_types::strict_json;
 use serde_json::Value;
 
-use super::uploads::LocalRows;
+use super::local_rows::LocalRows;
 use crate::context::Context;
 
 /// Maximum size in bytes of a job that is checked together with its rows. The server accepts twice as much.

@@ -2,8 +2,8 @@
 //! repository, and neither learns of the other's.
 
 use super::super::AppState;
-use super::super::auth::{Actor, Caller};
 use super::super::error::{Code, Problem, shortened};
+use super::{Actor, Caller};
 use crate::digest::Sha256Digest;
 use crate::store::{ModelRow, StoreError};
 
@@ -31,7 +31,7 @@ pub async fn find(state: &AppState, caller: &Caller, id: &str) -> Result<Option<
 }
 
 /// Returns the id of a model that the caller's token opens. On a server without keys there is no one to keep it from.
-pub(super) fn private_id(id: String, caller: &Caller) -> String {
+pub(in super::super) fn private_id(id: String, caller: &Caller) -> String {
     match caller.actor() {
         Actor::Anonymous => id,
         Actor::Operator | Actor::Key { .. } => marked(&id, caller.owner()),
@@ -58,7 +58,7 @@ pub(super) async fn taken(state: &AppState, caller: &Caller, id: &str, problem: 
 }
 
 /// Checks an id: `org/name`, without characters that a path, a URL or a log could misread.
-pub(super) fn check_id(id: &str) -> Result<(), Problem> {
+pub(in super::super) fn check_id(id: &str) -> Result<(), Problem> {
     let part = |part: &str| {
         !part.is_empty()
             && !part.starts_with('.')
