@@ -49,7 +49,7 @@ fn marked(id: &str, owner: &str) -> String {
 }
 
 /// If the caller may not see the model with this id, the error only says that the id is taken.
-pub(super) async fn taken(state: &AppState, caller: &Caller, id: &str, problem: Problem) -> Problem {
+pub(in super::super) async fn taken(state: &AppState, caller: &Caller, id: &str, problem: Problem) -> Problem {
     if state.store.model_get(id).await.is_ok_and(|row| caller.may_see(&row.owner)) {
         return problem;
     }
