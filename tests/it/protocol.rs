@@ -268,3 +268,13 @@ async fn a_worker_gives_a_job_back_that_it_does_not_understand_and_leaves() {
     let body = json!({"attempt": claim["attempt"], "outcome": {"outcome": "requeued"}});
     assert_eq!(*puppet.finished.lock().unwrap(), [(path, body)]);
 }
+
+#[test]
+fn the_worker_of_the_browser_tests_has_the_same_version() {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/web/worker.mjs");
+    let worker = std::fs::read_to_string(path).unwrap();
+    assert!(
+        worker.contains(&format!("const PROTOCOL = {PROTOCOL};")),
+        "set PROTOCOL = {PROTOCOL} in tests/web/worker.mjs"
+    );
+}
