@@ -21,7 +21,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::isa::Isa;
-use super::pack::{PANEL, PackDtype, PackedMatrix};
+#[cfg(target_arch = "x86_64")]
+use super::pack::PackDtype;
+use super::pack::{PANEL, PackedMatrix};
 use super::threads::{Shared, Threads};
 #[cfg(target_arch = "x86_64")]
 use super::{amx, dpbf16};
@@ -190,6 +192,8 @@ pub fn with_shared_inputs<T>(
         inputs.check(rows, weight.k());
         return shared::with_shared_inputs(threads, inputs, rows, weight, |tiled| f(SharedInputs { tiled }));
     }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (threads, isa, x, rows, weight);
     f(SharedInputs::default())
 }
 
@@ -205,6 +209,8 @@ pub fn forward_panels(
     out: Output<'_>,
 ) {
     assert!(isa.runs(), "{isa} does not run on this machine");
+    #[cfg(not(target_arch = "x86_64"))]
+    let SharedInputs {} = shared_inputs;
     let (rows, inputs) = (out.rows, Inputs::of(term, 0));
     inputs.check(rows, term.weight.k());
     let target = Target::new(out, outputs_of(&panels, term.weight.n()));
