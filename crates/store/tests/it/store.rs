@@ -392,7 +392,7 @@ async fn the_same_bytes_are_the_same_dataset_and_a_needed_one_stays() {
     let row = &page.data[0];
     for (filter, expected) in [
         (DatasetFilter { name: Some("again"), ..all }, vec![row.id]),
-        (DatasetFilter { name: Some("agai"), ..all }, vec![]),
+        (DatasetFilter { name: Some("gain"), ..all }, vec![]),
         (DatasetFilter { sha256: Some("d1"), ..all }, vec![setting.dataset]),
         (DatasetFilter { sha256: Some("d2"), owner: Some(""), name: Some("again") }, vec![row.id]),
         (DatasetFilter { sha256: Some("d2"), owner: Some("another owner"), ..all }, vec![]),
