@@ -46,7 +46,7 @@ pub struct Advance {
     pub eta_s: Option<f64>,
 }
 
-/// What unfinished downloads of models will still store, as seen by one more download.
+/// Bytes that unfinished downloads of models will still store, for the check of one more download.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pending {
     /// Bytes that are not in the models' folders yet; partial files are not in them.

@@ -264,7 +264,7 @@ async fn a_look_shows_rows_as_the_model_reads_them_and_stores_nothing() {
     assert_eq!((status, &answer["errors"][0]["pointer"]), (400, &json!("?rows")), "{answer}");
     let (status, answer) = post(&server, "/datasets/preview?model=none", &wanted).await;
     assert_eq!((status, &answer["errors"][0]["pointer"]), (400, &json!("?model")), "{answer}");
-    // A large file is read in part, and the row at which it was cut is none.
+    // A large file is read in part, and the row at which it was cut is left out.
     let long: String =
         (0..10_000).map(|row| format!("{{\"question\":\"q{row}\",\"x\":\"{}\"}}\n", "x".repeat(1000))).collect();
     let (status, look) = upload(

@@ -43,7 +43,7 @@ async fn a_profile_holds_a_server_and_a_key_for_its_owner_alone() {
     assert!(!user.run(&["profile", "list"]).ok().contains(KEY));
     user.run(&["profile", "use", "prod"]).ok();
     user.run(&["list"]).ok();
-    user.run(&["list", "--profile", "nobody"]).failed(2, "known profiles: command, prod");
+    user.run(&["list", "--profile", "absent"]).failed(2, "known profiles: command, prod");
     user.run(&["profile", "remove", "prod"]).ok();
     user.run(&["profile", "remove", "prod"]).failed(2, "prod");
     assert!(!std::fs::read_to_string(&file).unwrap().contains(KEY));

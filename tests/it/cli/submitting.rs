@@ -171,7 +171,7 @@ async fn a_dry_run_leaves_nothing_on_the_server() {
     refused.failed(2, "the server rejected the dataset");
     assert_eq!((ids("/datasets").await, ids("/models").await), (vec![], vec!["tiny".to_owned()]));
 
-    // What the server had before the check stays.
+    // Datasets and models from before the check stay on the server.
     let id = user.run(&["datasets", "upload", "held.csv", "--prompt", "question"]).ok();
     std::fs::remove_dir_all(user.path(".local")).unwrap();
     user.run(&["models", "add", "folder-model", "folder-model"]).ok();

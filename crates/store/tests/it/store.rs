@@ -1,4 +1,5 @@
 //! Tests of stored events, steps, samples, checkpoints, datasets, models and idempotency keys.
+//! They share one small store with two datasets, so they are in one file of more than 500 lines.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;

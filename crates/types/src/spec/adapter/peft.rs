@@ -333,7 +333,7 @@ impl Layers {
             Some(_) => None,
         };
         let Some(names) = names else { return refused(config, key, "it must be a name, or a list of names") };
-        // An empty pattern is none: the first number in the name counts.
+        // An empty pattern counts as no pattern: the first number in the name counts.
         let patterns = match names.is_empty() {
             true => vec![r".*?\.[^.]*\.(?P<index>\d+)\.".to_owned()],
             false => names.iter().map(|name| format!(r"(?:^|.*?\.){name}\.(?P<index>\d+)\.")).collect(),
