@@ -150,13 +150,13 @@ fn without_weights(info: &RepoInfo) -> String {
 
 /// Returns why quantized weights cannot be trained, and what to use instead.
 fn quantization_problem(config: &Value) -> Option<String> {
-    if let Some(method) =
-        config["quantization_config"].as_object().map(|it| it.get("quant_method").and_then(Value::as_str))
-    {
+    let method = config["quantization_config"].as_object().map(|it| it.get("quant_method").and_then(Value::as_str));
+    // Checkpoints in block FP8 are expanded when they are loaded.
+    if let Some(method) = method.filter(|method| *method != Some("fp8")) {
         let method: String = method.unwrap_or("an unnamed method").chars().take(60).collect();
         return Some(format!(
             "its weights are quantized ({method}), which cannot be trained yet: choose the unquantized model \
-             (base_model in its model card, or the name without -bnb-4bit, -FP8, -AWQ, -GPTQ)"
+             (base_model in its model card, or the name without -bnb-4bit, -AWQ, -GPTQ)"
         ));
     }
     let is_mlx = config["quantization"].get("bits").is_some();
