@@ -1,4 +1,7 @@
-//! Loads weights from a model directory: safetensors, single or sharded, in bf16, f16 or f32; always f32 in memory.
+//! Loads weights from a model directory: safetensors, single or sharded, in f32, f16, bf16, 8-bit floats with scales, or
+//! bitsandbytes' 4-bit codes. The values are f32 in memory.
+
+mod four_bit;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -9,6 +12,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::error::{EngineError, Result};
+use crate::kernels::four_bit::FourBit;
 use crate::modelcard::{self, ModelCard, Scale, TensorDtype, TensorLocation};
 
 /// Reads tensors of a model directory by name.
@@ -38,31 +42,82 @@ impl Weights {
 
     /// Reads the values of one tensor, row-major; fails if one is not finite.
     pub fn values(&mut self, name: &str) -> Result<(Vec<f32>, Vec<usize>)> {
-        let location =
-            self.locations.get(name).ok_or_else(|| EngineError::Input(format!("the model has no tensor {name}")))?;
-        let path = self.dir.join(&location.file);
-        let failed = |source| EngineError::Io { path: path.clone(), source };
-        let file = match self.files.entry(location.file.clone()) {
-            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => {
-                entry.insert(modelcard::open(&self.dir, &location.file)?)
-            }
-        };
-        let mut values = read_values(file, location).map_err(failed)?;
+        let location = self.location(name)?;
         let shape = location.shape.clone();
-        let what = format!("tensor {name} in {}", location.file);
-        if let Some(scale) = location.scale.clone() {
-            let file = modelcard::open(&self.dir, &scale.values.file)?;
-            let path = self.dir.join(&scale.values.file);
-            let scales =
-                read_values(&file, &scale.values).map_err(|source| EngineError::Io { path: path.clone(), source })?;
-            expand(&mut values, &shape, &scales, &scale);
+        let mut values = match self.four_bit(name)? {
+            Some(matrix) => expanded(&matrix),
+            None => self.read(&location)?,
+        };
+        if let Some(scale) = &location.scale {
+            let scales = self.read(&scale.values)?;
+            expand(&mut values, &shape, &scales, scale);
         }
         if !values.par_iter().with_min_len(CHUNK).all(|value| value.is_finite()) {
-            return Err(EngineError::ModelNotFinite { what: format!("{what} holds NaN or infinite values") });
+            let what = format!("tensor {name} in {} holds NaN or infinite values", location.file);
+            return Err(EngineError::ModelNotFinite { what });
         }
         Ok((values, shape))
     }
+
+    /// Reads a matrix of 4-bit codes without expanding it; None if the tensor is stored in another format.
+    pub fn four_bit(&mut self, name: &str) -> Result<Option<FourBit>> {
+        let location = self.location(name)?;
+        let Some(tensors) = location.four_bit.as_deref() else { return Ok(None) };
+        let parts = four_bit::Parts {
+            codes: self.bytes(&location)?,
+            state: self.bytes(&tensors.state)?,
+            table: self.read(&tensors.table)?,
+            scales: match tensors.nested {
+                Some(_) => four_bit::Stored::Codes(self.bytes(&tensors.scales)?),
+                None => four_bit::Stored::Values(self.read(&tensors.scales)?),
+            },
+            nested: match &tensors.nested {
+                Some((table, scales)) => Some((self.read(table)?, self.read(scales)?)),
+                None => None,
+            },
+        };
+        let damaged = |why: String| {
+            let why = format!("tensor {name}: {why}; copy the file again, or quantize the model again");
+            EngineError::Input(format!("{}: {why}", location.file))
+        };
+        four_bit::assemble(parts, &location.shape).map(Some).map_err(damaged)
+    }
+
+    fn location(&self, name: &str) -> Result<TensorLocation> {
+        let found = self.locations.get(name).cloned();
+        found.ok_or_else(|| EngineError::Input(format!("the model has no tensor {name}")))
+    }
+
+    fn file(&mut self, location: &TensorLocation) -> Result<&File> {
+        match self.files.entry(location.file.clone()) {
+            std::collections::hash_map::Entry::Occupied(entry) => Ok(entry.into_mut()),
+            std::collections::hash_map::Entry::Vacant(entry) => {
+                Ok(entry.insert(modelcard::open(&self.dir, &location.file)?))
+            }
+        }
+    }
+
+    fn read(&mut self, location: &TensorLocation) -> Result<Vec<f32>> {
+        let path = self.dir.join(&location.file);
+        read_values(self.file(location)?, location).map_err(|source| EngineError::Io { path, source })
+    }
+
+    fn bytes(&mut self, location: &TensorLocation) -> Result<Vec<u8>> {
+        let path = self.dir.join(&location.file);
+        let mut bytes = vec![0; location.size_bytes()];
+        let read = self.file(location)?.read_exact_at(&mut bytes, location.offset_bytes);
+        read.map_err(|source| EngineError::Io { path, source })?;
+        Ok(bytes)
+    }
+}
+
+/// Computes the values of all codes, with all threads.
+fn expanded(matrix: &FourBit) -> Vec<f32> {
+    let mut values = vec![0.0; matrix.len];
+    values.par_chunks_mut(CHUNK).enumerate().for_each(|(index, values)| {
+        matrix.expand(index * CHUNK..index * CHUNK + values.len(), values);
+    });
+    values
 }
 
 /// Number of values that one thread reads at a time.
@@ -73,7 +128,9 @@ const CHUNK: usize = 1 << 20;
 fn expand(values: &mut [f32], shape: &[usize], scales: &[f32], scale: &Scale) {
     let product = |value: f32, scale: f32| value * scale;
     match scale.dtype {
-        TensorDtype::F32 | TensorDtype::F8E4M3 => scaled(values, shape, scales, scale.block, product),
+        TensorDtype::F32 | TensorDtype::F8E4M3 | TensorDtype::Nf4 | TensorDtype::Fp4 | TensorDtype::U8 => {
+            scaled(values, shape, scales, scale.block, product)
+        }
         TensorDtype::F16 => {
             scaled(values, shape, scales, scale.block, |value, scale| f16::from_f32(product(value, scale)).to_f32())
         }
@@ -111,9 +168,9 @@ fn of_e4m3(byte: u8) -> f32 {
     if byte & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
-/// Reads one tensor of a safetensors file, widened to f32, with all threads.
+/// Reads one tensor of numbers from a safetensors file, widened to f32, with all threads. Bytes and 4-bit codes are not numbers.
 pub(super) fn read_values(file: &File, location: &TensorLocation) -> std::io::Result<Vec<f32>> {
-    let size = location.dtype.size_bytes();
+    let size = location.dtype.size_bits() / 8;
     let mut values = vec![0.0; location.num_elements()];
     values.par_chunks_mut(CHUNK).enumerate().try_for_each(|(index, values)| {
         let mut bytes = vec![0; values.len() * size];
@@ -130,6 +187,9 @@ pub(super) fn read_values(file: &File, location: &TensorLocation) -> std::io::Re
                 values.iter_mut().zip(pairs).for_each(|(value, pair)| *value = f16::from_le_bytes(*pair).to_f32());
             }
             TensorDtype::F8E4M3 => values.iter_mut().zip(&bytes).for_each(|(value, byte)| *value = of_e4m3(*byte)),
+            TensorDtype::Nf4 | TensorDtype::Fp4 | TensorDtype::U8 => {
+                return Err(std::io::Error::other("the tensor holds codes, not numbers"));
+            }
         }
         Ok::<(), std::io::Error>(())
     })?;

@@ -27,7 +27,7 @@ use sha2::{Digest, Sha256};
 
 pub use classifier::{Backbone, ClassifierCard};
 pub use config::{Activation, LayerNorms, ModelDescription, Projections, QkNorm, QueryGrowth, Rope, RopeKind};
-pub use weights::{Scale, Skipped, TensorDtype, TensorLocation, precision};
+pub use weights::{FourBitTensors, Scale, Skipped, TensorDtype, TensorLocation, precision};
 
 /// The reason why a model directory cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -116,6 +116,9 @@ pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, Mode
 fn model_files(dir: &Path, config_file: &str, tensors: &[TensorLocation]) -> Vec<ModelFile> {
     let mut names: Vec<String> = tensors.iter().map(|t| t.file.clone()).collect();
     names.extend(tensors.iter().filter_map(|t| t.scale.as_ref()).map(|scale| scale.values.file.clone()));
+    names.extend(
+        tensors.iter().filter_map(|t| t.four_bit.as_ref()).flat_map(|codes| codes.all().map(|t| t.file.clone())),
+    );
     names.extend(OTHER_FILES.iter().map(|n| (*n).to_owned()));
     names.push(config_file.to_owned());
     names.sort();
