@@ -131,7 +131,6 @@ static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| {
 
 /// Quantizes scales to 8-bit codes around their mean.
 fn nested(scales: &[f32]) -> Scales {
-    let table = &*SCALES;
     // torch sums in another order; the sum in f64 is nearer to the exact mean than either.
     let mean = scales.iter().map(|scale| f64::from(*scale)).sum::<f64>() / scales.len().max(1) as f64;
     let offset = mean as f32;
@@ -140,12 +139,20 @@ fn nested(scales: &[f32]) -> Scales {
         let centered: Vec<f32> = block.iter().map(|scale| scale - offset).collect();
         let scale = largest(&centered);
         of_codes.push(scale);
-        codes.extend(centered.iter().map(|value| {
-            let scaled = if scale == 0.0 { 0.0 } else { value * (1.0 / scale) };
-            let above = table.partition_point(|level| *level < scaled).min(255);
-            let is_below = above > 0 && scaled - table[above - 1] <= table[above] - scaled;
-            (above - usize::from(is_below)) as u8
-        }));
+        codes.extend(centered.iter().map(|value| if scale == 0.0 { 0 } else { code_on_grid(value * (1.0 / scale)) }));
     }
-    Scales::Nested { codes, table: Box::new(*table), scales: of_codes, block: NESTED_BLOCK, offset }
+    Scales::Nested { codes, table: Box::new(*SCALES), scales: of_codes, block: NESTED_BLOCK, offset }
+}
+
+/// Number of steps of the grid on which bitsandbytes' CPU code looks for the nearest code.
+const GRID: f32 = 65_535.0;
+
+/// The 8-bit code of a value from −1 to 1: it is first rounded to a grid of 65,536 values, as bitsandbytes 0.50 does on a CPU
+/// (cpu_ops.cpp: `norm_to_lut_index`, `build_quantize_lut`). Near 0, where codes are closer than the grid, other codes result than
+/// from the nearest value.
+fn code_on_grid(value: f32) -> u8 {
+    let index = ((value.clamp(-1.0, 1.0) + 1.0) * 0.5).mul_add(GRID, 0.5).floor();
+    let on_grid = -1.0 + (2.0 * index) / GRID;
+    let below = SCALES.windows(2).take_while(|pair| 0.5 * (pair[0] + pair[1]) < on_grid).count();
+    below as u8
 }
