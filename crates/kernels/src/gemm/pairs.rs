@@ -5,9 +5,9 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::super::isa::Isa;
-use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
+use super::super::pack::{EXPAND_AVX512, EXPAND_AVX512_BF16, Expand, Line, PANEL, PackDtype, PackedMatrix};
 use super::super::threads::{Shared, Threads};
-use super::product::{Scratch, copy, pieces, room, transpose, transposed_words};
+use super::product::{EXPANDED, Scratch, copy, pieces, room, transpose, transposed_words};
 use super::tile::tile_kernels;
 use super::{Job, Side, Start};
 
@@ -125,11 +125,22 @@ pub(in super::super) fn transpose_all(threads: &Threads, weight: &PackedMatrix, 
     threads.split(panels, |some| {
         for panel in some {
             // Safety: the machine has AVX-512, and each thread writes other panels of the transposed weight.
-            unsafe { transpose(tile_kernels(Isa::Avx512), weight, panel, &(0..weight.n()), out.at(panel * words)) };
+            unsafe {
+                let kernels = tile_kernels(Isa::Avx512);
+                transpose(kernels, expand_for_pairs(), weight, panel, &(0..weight.n()), out.at(panel * words));
+            }
         }
     });
     // Safety: index 0 is inside the buffer.
     Transposed(unsafe { out.at(0).cast_const().cast() })
+}
+
+/// The functions that expand 4-bit codes on this machine, which has AVX-512.
+fn expand_for_pairs() -> &'static Expand {
+    match std::arch::is_x86_feature_detected!("avx512bf16") {
+        true => &EXPAND_AVX512_BF16,
+        false => &EXPAND_AVX512,
+    }
 }
 
 /// An instruction that multiplies pairs of bf16: how its products are divided, and the product of one block.
@@ -216,7 +227,7 @@ pub(in super::super) unsafe fn product<M: Multiply>(
     rows: Range<usize>,
     panels: Range<usize>,
 ) {
-    let Scratch { inputs, transposed, edge, .. } = scratch;
+    let Scratch { inputs, transposed, expanded, edge, .. } = scratch;
     let transposes = jobs.iter().any(|job| job.side == Side::Backward && job.transposed.is_none());
     for rows in pieces(rows, if transposes { M::ROWS_TRANSPOSING } else { M::ROWS_AT_ONCE }) {
         let tiles = rows.len().div_ceil(ROWS);
@@ -246,7 +257,7 @@ pub(in super::super) unsafe fn product<M: Multiply>(
                 }
                 for panel in panels.clone() {
                     // Safety: the caller guarantees the bounds; `sums` has room for all rows of one panel.
-                    unsafe { one_panel::<M>(parts.iter().flatten(), &rows, panel, transposed, sums) };
+                    unsafe { one_panel::<M>(parts.iter().flatten(), &rows, panel, (transposed, expanded), sums) };
                 }
             }
         }
@@ -260,15 +271,16 @@ unsafe fn one_panel<'a, 'j: 'a, M: Multiply>(
     parts: impl Iterator<Item = &'a (&'a Job<'j>, Tiled, Range<usize>)> + Clone,
     rows: &Range<usize>,
     panel: usize,
-    transposed: &mut Vec<Line>,
+    (transposed, expanded): (&mut Vec<Line>, &mut Vec<Line>),
     sums: *mut f32,
 ) {
-    let at_once = M::steps_at_once(rows.len());
     let blocks = parts.flat_map(|(job, tiled, sum)| {
         let depth = job.depth(panel);
         let begins = sum.start <= depth.start;
         let depth = sum.start.max(depth.start)..sum.end.min(depth.end);
         let depth = depth.start..depth.end.max(depth.start);
+        let expands = job.weight.is_in_codes() && job.side == Side::Forward;
+        let at_once = M::steps_at_once(rows.len()).min(if expands { EXPANDED } else { usize::MAX });
         pieces(depth.clone(), at_once).map(move |block| (*job, tiled, begins && block.start == depth.start, block))
     });
     let mut blocks = blocks.peekable();
@@ -288,25 +300,28 @@ unsafe fn one_panel<'a, 'j: 'a, M: Multiply>(
                 out = y;
             }
             let weights = match job.side {
-                Side::Forward => job.weight.panel(panel).add(block.start / 2 * PANEL),
+                Side::Forward => job.weight.words(expand_for_pairs(), panel, block.clone(), expanded),
                 Side::Backward => match job.transposed {
                     Some(all) => all.at(job.weight, panel, block.start),
                     None => {
                         let out = room(transposed, block.len().div_ceil(PANEL) * transposed_words(PackDtype::Bf16));
-                        transpose(tile_kernels(Isa::Avx512), job.weight, panel, &block, out);
+                        transpose(tile_kernels(Isa::Avx512), expand_for_pairs(), job.weight, panel, &block, out);
                         out.cast_const().cast()
                     }
                 },
             };
             let waiting = Output { at: sums, stride: PANEL };
             let steps = block.len().div_ceil(STEPS);
-            let is_transposed_here = job.side == Side::Backward && job.transposed.is_none();
+            let is_stored = match job.side {
+                Side::Forward => !job.weight.is_in_codes(),
+                Side::Backward => job.transposed.is_some(),
+            };
             M::multiply(&Block {
                 inputs: tiled.at(rows.start, block.start),
                 inputs_stride: tiled.tile_bytes(),
                 weights: weights.cast(),
                 steps,
-                next: weights.wrapping_add(if is_transposed_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
+                next: weights.wrapping_add(if is_stored { steps * STEPS / 2 * PANEL } else { 0 }).cast(),
                 from: if fresh { begin } else { Begin::Rows(waiting.at, PANEL) },
                 to: if blocks.peek().is_none() { y } else { waiting },
                 whole,
