@@ -12,8 +12,42 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::error::{EngineError, Result};
-use crate::kernels::four_bit::FourBit;
+use crate::kernels::four_bit::{FourBit, Rounding};
 use crate::modelcard::{self, ModelCard, Scale, TensorDtype, TensorLocation};
+use crate::quantize::{FP4, NF4, quantize};
+use crate::spec::{FourBitPlan, QuantType};
+
+/// A weight matrix, row-major: its values, or 4-bit codes.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Matrix {
+    /// The values.
+    Values(Vec<f32>),
+    /// Codes and scales.
+    FourBit(Box<FourBit>),
+}
+
+impl Matrix {
+    /// Number of weights.
+    pub fn len(&self) -> usize {
+        match self {
+            Matrix::Values(values) => values.len(),
+            Matrix::FourBit(codes) => codes.len,
+        }
+    }
+
+    /// Whether there are no weights.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Computes the values, with all threads.
+    pub fn into_values(self) -> Vec<f32> {
+        match self {
+            Matrix::Values(values) => values,
+            Matrix::FourBit(codes) => expanded(&codes),
+        }
+    }
+}
 
 /// Reads tensors of a model directory by name.
 #[derive(Debug)]
@@ -21,6 +55,7 @@ pub struct Weights {
     dir: PathBuf,
     locations: HashMap<String, TensorLocation>,
     files: HashMap<String, File>,
+    four_bit: Option<FourBitPlan>,
 }
 
 impl Weights {
@@ -32,7 +67,13 @@ impl Weights {
     /// Opens only these tensors of a model directory.
     pub fn of(dir: &Path, tensors: &[TensorLocation]) -> Weights {
         let locations = tensors.iter().map(|t| (t.name.clone(), t.clone())).collect();
-        Weights { dir: dir.to_owned(), locations, files: HashMap::new() }
+        Weights { dir: dir.to_owned(), locations, files: HashMap::new(), four_bit: None }
+    }
+
+    /// Quantizes the matrices of linear layers that are not stored in 4 bits.
+    #[must_use]
+    pub fn quantized(self, four_bit: Option<FourBitPlan>) -> Weights {
+        Weights { four_bit, ..self }
     }
 
     /// The names of all tensors that were opened.
@@ -57,6 +98,30 @@ impl Weights {
             return Err(EngineError::ModelNotFinite { what });
         }
         Ok((values, shape))
+    }
+
+    /// Reads the matrix of a linear layer and its shape. Stored 4-bit codes are not expanded. Other matrices are quantized if
+    /// [`Weights::quantized`] says so.
+    pub fn matrix(&mut self, name: &str) -> Result<(Matrix, Vec<usize>)> {
+        if let Some(codes) = self.four_bit(name)? {
+            return Ok((Matrix::FourBit(Box::new(codes)), self.location(name)?.shape));
+        }
+        let (values, shape) = self.values(name)?;
+        let Some(FourBitPlan { quant_type, is_nested }) = self.four_bit else {
+            return Ok((Matrix::Values(values), shape));
+        };
+        let table = match quant_type {
+            QuantType::Nf4 => NF4,
+            QuantType::Fp4 => FP4,
+        };
+        let location = self.location(name)?;
+        // As in transformers, the values of the codes have the format of the weights that were quantized.
+        let rounding = match location.scale.as_ref().map_or(location.dtype, |scale| scale.dtype) {
+            TensorDtype::F32 => Rounding::F32,
+            TensorDtype::F16 => Rounding::F16,
+            _ => Rounding::Bf16,
+        };
+        Ok((Matrix::FourBit(Box::new(quantize(&values, table, is_nested, rounding))), shape))
     }
 
     /// Reads a matrix of 4-bit codes without expanding it; None if the tensor is stored in another format.

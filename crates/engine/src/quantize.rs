@@ -113,7 +113,7 @@ static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| {
         let (start, end) = (0.1f32, 1f32);
         let step = (end - start) / parts as f32;
         // torch.linspace counts its second half from the end, and adds with one rounding.
-        let bound = |index: usize| match index < (parts + 1) / 2 {
+        let bound = |index: usize| match index < parts.div_ceil(2) {
             true => step.mul_add(index as f32, start),
             false => (-step).mul_add((parts - index) as f32, end),
         };

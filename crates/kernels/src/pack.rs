@@ -8,9 +8,9 @@ use std::ops::Range;
 use super::four_bit::FourBit;
 use super::threads::{Shared, Threads};
 use codes::Codes;
+pub(super) use codes::{CodeBlock, EXPAND_PORTABLE, Expand};
 #[cfg(target_arch = "x86_64")]
-pub(super) use codes::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16};
-pub(super) use codes::{EXPAND_PORTABLE, Expand};
+pub(super) use codes::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, each_line};
 
 /// Number of outputs in a panel of a packed weight.
 pub const PANEL: usize = 32;
@@ -235,6 +235,11 @@ impl PackedMatrix {
         // Safety: the caller guarantees the instructions, and the buffer has room for the inputs.
         unsafe { codes.expand(expand, panel, inputs, self.dtype, room.as_mut_ptr().cast()) };
         room.as_ptr().cast()
+    }
+
+    /// Passes the blocks of a panel's 4-bit codes to `f`, see [`Codes::each_exact_block`]. Returns whether there are such codes.
+    pub(super) fn each_exact_block(&self, panel: usize, inputs: Range<usize>, f: impl FnMut(&CodeBlock<'_>)) -> bool {
+        self.codes.as_ref().is_some_and(|codes| codes.each_exact_block(panel, inputs, f))
     }
 
     /// Address to prefetch: a panel's codes or words from an input on, which may lie beyond the weight.

@@ -70,7 +70,7 @@ fn compare(task: &GenerateTask, device: &str, deadline: Instant) -> Result<Gener
     check_limits(task, &card, prompt.ids.len() as u64).map_err(GenerateError::Refused)?;
 
     let run = GenerateRun { task, text: &text, prompt: &prompt, deadline };
-    let load = |dir: &Path| Policy::load_dtype(dir, backend, plan.training.dtype);
+    let load = |dir: &Path| Policy::load_dtype(dir, backend, &plan.training);
     let mut policy = load(&task.model_dir)?;
     let base = run.completions(&policy)?;
     match plan.lora {

@@ -190,7 +190,7 @@ fn sample_both(
     let eval = EvalPlan { temperature: task.sampling.temperature, ..eval.clone() };
     let sampler = Sampler::for_evaluation(&plan.sampling, &eval);
     let run = SamplingRun { task: &task, text: &text, sampler, longest };
-    let mut policy = Policy::load_dtype(&task.model_dir, backend, plan.training.dtype).map_err(error)?;
+    let mut policy = Policy::load_dtype(&task.model_dir, backend, &plan.training).map_err(error)?;
     for set in &mut sets {
         set.base = run.completions(&policy, &set.prompts, &mut progress).map_err(error)?;
     }

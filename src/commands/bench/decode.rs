@@ -14,7 +14,7 @@ use crate::engine::backend::BackendKind;
 use crate::engine::backend::Module;
 use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
 use crate::engine::memory::peak_resident_bytes;
-use crate::engine::model::{Adapter, Policy};
+use crate::engine::model::{Adapter, Policy, Precision};
 use crate::engine::random::{Key, Stream};
 use crate::engine::sampling::Sampler;
 use crate::engine::text::Text;
@@ -245,7 +245,11 @@ impl<'a> Generation<'a> {
 /// Loads the model with a new adapter on every linear layer.
 pub(super) fn policy(setting: &Setting<'_>) -> Result<Policy, BenchError> {
     let kind = BackendKind::of_device(&setting.args.device.to_string())?;
-    let mut policy = Policy::load_dtype(&setting.model_dir, kind, setting.dtype())?;
+    let mut policy = Policy::load_dtype(
+        &setting.model_dir,
+        kind,
+        Precision { dtype: setting.dtype(), load_in_4bit: setting.four_bit() },
+    )?;
     policy.set_gradient_checkpointing(setting.args.gradient_checkpointing);
     let rank = setting.args.lora_r;
     let config = policy.card().config.clone();

@@ -55,7 +55,9 @@ pub(super) fn assemble(parts: Parts, shape: &[usize]) -> Result<FourBit, String>
         "float16" => Rounding::F16,
         "float32" => Rounding::F32,
         other => {
-            return Err(format!("its quant_state has the dtype {other:?}; supported are bfloat16, float16 and float32"));
+            return Err(format!(
+                "its quant_state has the dtype {other:?}; supported are bfloat16, float16 and float32"
+            ));
         }
     };
     let table: [f32; 16] =

@@ -12,7 +12,7 @@ use super::{Job, Rows, Side, Start};
 pub(super) const ROWS: usize = 96;
 const DEEP: usize = 1024;
 /// Maximum number of steps in a block of a weight in 4-bit codes. Expanded, it stays in the first-level cache.
-pub(super) const EXPANDED: usize = 256;
+pub(super) const EXPANDED: usize = 128;
 /// Number of elements of packed inputs that stay in the second-level cache.
 const INPUTS: usize = 96 << 10;
 

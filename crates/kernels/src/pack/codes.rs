@@ -12,9 +12,9 @@ use std::ops::Range;
 use super::{LANES, Line, PANEL, PackDtype, zeros_in_huge_pages};
 use crate::four_bit::{FourBit, Rounding, Scales};
 use crate::threads::{Shared, Threads};
+pub(in super::super) use expand::{CodeBlock, EXPAND_PORTABLE, Expand};
 #[cfg(target_arch = "x86_64")]
-pub(in super::super) use expand::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16};
-pub(in super::super) use expand::{EXPAND_PORTABLE, Expand};
+pub(in super::super) use expand::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, each_line};
 
 /// Number of inputs in a group.
 const GROUP: usize = 16;
@@ -52,8 +52,8 @@ enum PanelScales {
         codes: Vec<u8>,
         table: Box<[f32; 256]>,
         scales: Vec<f32>,
-        /// Number of codes, in order of the matrix, that share a scale.
-        block: usize,
+        /// Binary logarithm of the number of codes, in order of the matrix, that share a scale.
+        block_log2: u32,
         offset: f32,
     },
 }
@@ -67,8 +67,13 @@ impl Codes {
             let n = matrix.len.checked_div(k)?;
             let is_whole = n.is_multiple_of(PANEL) || index == last;
             let blocks = matrix.block.is_multiple_of(PANEL) && k.is_multiple_of(matrix.block);
+            // A shift finds the scale of a scale; a division would take longer than all else.
+            let is_shift = match &matrix.scales {
+                Scales::Nested { block, .. } => block.is_power_of_two(),
+                Scales::Plain(_) => true,
+            };
             let zero = matrix.table.iter().position(|value| *value == 0.0)?;
-            (n > 0 && is_whole && blocks).then_some((matrix, n, zero as u32))
+            (n > 0 && is_whole && blocks && is_shift).then_some((matrix, n, zero as u32))
         };
         let matrices: Vec<(&FourBit, usize, u32)> = (0..matrices.len()).map(fits).collect::<Option<_>>()?;
         let panels: usize = matrices.iter().map(|(_, n, _)| n.div_ceil(PANEL)).sum();
@@ -108,36 +113,51 @@ impl Codes {
         dtype: PackDtype,
         out: *mut u32,
     ) {
-        let Some(part) = self.parts.iter().find(|part| part.panels.contains(&panel)) else { return };
-        let is_exact = part.is_normal && part.rounding == Rounding::Bf16;
+        let Some(part) = self.part(panel) else { return };
         let words_of_group = match dtype {
             PackDtype::F32 => GROUP * PANEL,
             PackDtype::Bf16 => GROUP * PANEL / 2,
         };
+        let write = match dtype {
+            PackDtype::Bf16 if part.is_exact() => expand.to_bf16,
+            PackDtype::Bf16 => expand::to_bf16_plain,
+            PackDtype::F32 if part.rounding == Rounding::Bf16 => expand.to_f32,
+            PackDtype::F32 => expand::to_f32_plain,
+        };
+        let mut groups = 0;
+        self.each_block(part, panel, inputs, |block| {
+            // Safety: the caller guarantees the instructions and the room.
+            unsafe { write(block, out.add(groups * words_of_group)) };
+            groups += block.lines.len() / GROUP_LINES;
+        });
+    }
+
+    /// Passes the blocks of a panel with equal scales to `f`, in order of their inputs, if instructions that convert f32 to bf16
+    /// give their values. Returns whether they do.
+    pub(super) fn each_exact_block(&self, panel: usize, inputs: Range<usize>, f: impl FnMut(&CodeBlock<'_>)) -> bool {
+        let Some(part) = self.part(panel).filter(|part| part.is_exact()) else { return false };
+        self.each_block(part, panel, inputs, f);
+        true
+    }
+
+    fn part(&self, panel: usize) -> Option<&Part> {
+        self.parts.iter().find(|part| part.panels.contains(&panel))
+    }
+
+    fn each_block(&self, part: &Part, panel: usize, inputs: Range<usize>, mut f: impl FnMut(&CodeBlock<'_>)) {
         let mut done = inputs.start;
         while done < inputs.end {
             let block = done / part.block;
             let end = ((block + 1) * part.block).min(inputs.end);
             let scales = part.scales_of(panel, block);
             let at = panel * self.panel_lines + done / GROUP * GROUP_LINES;
-            let groups = (end - done) / GROUP;
-            let lines = &self.lines[at..at + groups * GROUP_LINES];
-            let of_block = expand::Block { lines, scales: &scales, table: &part.table, rounding: part.rounding };
-            // Safety: the caller guarantees the instructions and the room.
-            unsafe {
-                let out = out.add((done - inputs.start) / GROUP * words_of_group);
-                match dtype {
-                    PackDtype::Bf16 if is_exact => (expand.to_bf16)(&of_block, out),
-                    PackDtype::F32 if part.rounding == Rounding::Bf16 => (expand.to_f32)(&of_block, out),
-                    PackDtype::Bf16 => expand::to_bf16_plain(&of_block, out),
-                    PackDtype::F32 => expand::to_f32_plain(&of_block, out),
-                }
-            }
+            let lines = &self.lines[at..at + (end - done) / GROUP * GROUP_LINES];
+            f(&CodeBlock { lines, scales: &scales, table: &part.table, rounding: part.rounding });
             done = end;
         }
     }
 
-    /// Prefetches the codes of a panel from an input on.
+    /// Address of the codes of a panel from an input on.
     pub(super) fn at(&self, panel: usize, input: usize) -> *const u32 {
         let line = panel * self.panel_lines + input / GROUP * GROUP_LINES;
         self.lines.as_ptr().wrapping_add(line).cast()
@@ -169,11 +189,16 @@ impl Part {
                 codes: by_panel(codes, n, blocks),
                 table: table.clone(),
                 scales: scales.clone(),
-                block: *block,
+                block_log2: block.trailing_zeros(),
                 offset: *offset,
             },
         };
         Part { panels, table: matrix.table, rounding: matrix.rounding, block: matrix.block, is_normal, scales }
+    }
+
+    /// Whether the values have one rounding, to bf16, and instructions that replace subnormal values by 0 give them.
+    fn is_exact(&self) -> bool {
+        self.is_normal && self.rounding == Rounding::Bf16
     }
 
     /// The scales of a panel's outputs for a block of inputs.
@@ -185,18 +210,19 @@ impl Part {
                 let at = (panel * blocks + block) * PANEL;
                 std::array::from_fn(|output| scales[at + output])
             }
-            PanelScales::Nested { codes, table, scales, block: nested, offset } => {
+            PanelScales::Nested { codes, table, scales, block_log2, offset } => {
                 let blocks = codes.len() / PANEL / self.panels.len();
                 let at = (panel * blocks + block) * PANEL;
                 let codes: &[u8; PANEL] = codes[at..].first_chunk().unwrap_or(&[0; PANEL]);
-                let first = panel * PANEL * blocks + block;
-                let last = scales.len() - 1;
-                std::array::from_fn(|output| {
-                    // Outputs beyond the matrix have codes of 0 and any scale, because their codes mean the value 0.
-                    let product =
-                        table[usize::from(codes[output])] * scales[((first + output * blocks) / nested).min(last)];
-                    product + offset
-                })
+                let (first, last) = (panel * PANEL * blocks + block, scales.len() - 1);
+                let mut of_outputs = [0.0; PANEL];
+                for (output, (scale, code)) in of_outputs.iter_mut().zip(codes).enumerate() {
+                    // Outputs beyond the matrix may have any scale, because their codes mean the value 0.
+                    let of_code = scales[((first + output * blocks) >> block_log2).min(last)];
+                    let product = table[usize::from(*code)] * of_code;
+                    *scale = product + offset;
+                }
+                of_outputs
             }
         }
     }

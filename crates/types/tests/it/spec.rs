@@ -268,7 +268,7 @@ fn keys_of_other_trainers_are_refused_by_name() {
         ("cliprange", "rloo.epsilon"),
         ("use_vllm", "own kernels"),
         ("vllm_gpu_memory_utilization", "own kernels"),
-        ("load_in_4bit", "quantized"),
+        ("load_in_8bit", "quantized"),
         ("deepspeed", "one worker drives one device"),
         ("per_device_train_batch_size", "prompts_per_step"),
         ("reward_funcs", "use rewards"),

@@ -153,7 +153,7 @@ fn divisibility_errors_name_the_nearest_valid_values() {
 fn unsupported_keys_are_explained_by_name() {
     let foreign = json!({
         "use_vllm": true, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "deepspeed": "ds_z3.json", "fsdp": "full_shard",
-        "fsdp_config": {"version": 2}, "sync_ref_model": true, "ref_model_sync_steps": 64, "load_in_4bit": true, "fp16": true,
+        "fsdp_config": {"version": 2}, "sync_ref_model": true, "ref_model_sync_steps": 64, "load_in_8bit": true, "fp16": true,
         "optim": "adafactor", "lr_scheduler_type": "polynomial", "push_to_hub": true, "neftune_noise_alpha": 5,
         "generation_kwargs": {"num_beams": 4}, "model_init_kwargs": {"load_in_8bit": true}, "reward_model_path": "org/rm",
         "dataset_name": "trl-lib/tldr", "max_prompt_length": 512, "whiten_rewards": true, "num_generatoins": 4,
@@ -173,7 +173,7 @@ fn unsupported_keys_are_explained_by_name() {
     let reason = |key: &str| conversion.unsupported.iter().find(|remark| remark.key == key).unwrap().reason.clone();
     assert!(reason("num_generatoins").contains("did you mean 'num_generations'"));
     assert!(reason("deepspeed").contains("one worker drives one device"));
-    assert!(reason("load_in_4bit").contains("LoRA"));
+    assert!(reason("load_in_8bit").contains("load_in_4bit"));
     assert!(reason("dataset_name").contains("POST /datasets"));
 }
 

@@ -30,8 +30,8 @@ fn matrix(n: usize, k: usize, block: usize, (table, how, rounding): ([f32; 16], 
         How::Nested => Scales::Nested {
             codes: bytes(blocks, seed + 1),
             table: random(256, seed + 2).try_into().unwrap(),
-            scales: positive(blocks.div_ceil(7), seed + 3),
-            block: 7,
+            scales: positive(blocks.div_ceil(8), seed + 3),
+            block: 8,
             offset: 0.7,
         },
     };
@@ -166,4 +166,53 @@ fn what_cannot_be_packed_in_codes_is_not() {
     let table = NF4.map(|value| value + 0.001);
     assert!(!packs(&[matrix(32, 64, 64, (table, How::Plain, Rounding::Bf16), 1)], 64));
     assert!(!packs(&[], 64));
+}
+
+#[test]
+#[ignore = "measures"]
+fn speed() {
+    let isa = Isa::choose("auto").unwrap();
+    for count in [1, 2] {
+        let threads = Threads::new(count);
+        for (n, k, block) in [(64, 256, 64), (256, 1024, 64), (6144, 1024, 64), (1024, 3072, 64), (1024, 2048, 64)] {
+            let kind = (NF4, How::Plain, Rounding::Bf16);
+            let m: Vec<FourBit> = (0..if n < 1000 { 1 } else { 24 }).map(|i| matrix(n, k, block, kind, i)).collect();
+            let codes: Vec<PackedMatrix> = m
+                .iter()
+                .map(|m| PackedMatrix::of_codes(&threads, std::slice::from_ref(m), k, PackDtype::Bf16).unwrap())
+                .collect();
+            let plain: Vec<PackedMatrix> =
+                m.iter().map(|m| PackedMatrix::new(&values(std::slice::from_ref(m)), k, PackDtype::Bf16)).collect();
+            let only: usize = std::env::var("ONLY").map_or(0, |only| only.parse().unwrap());
+            for rows in [1, 4, 16, 300] {
+                if only > 0 && rows != only {
+                    continue;
+                }
+                let x = random(rows * k, 3);
+                let mut y = vec![0.0; rows * n];
+                let mut time = |weights: &[PackedMatrix]| {
+                    let mut best = f64::MAX;
+                    for _ in 0..if n < 1000 { 5000 } else if only > 0 { 400 } else { 5 } {
+                        let begun = std::time::Instant::now();
+                        for weight in weights {
+                            forward(
+                                &threads,
+                                isa,
+                                &[Term { x: &x, stride: k, weight }],
+                                None,
+                                Output { y: &mut y, stride: n, rows, add: false },
+                            );
+                        }
+                        best = best.min(begun.elapsed().as_secs_f64());
+                    }
+                    best * 1e9 / (weights.len() * n * k / 32) as f64
+                };
+                println!(
+                    "{count} threads {n}x{k} {rows} rows: codes {:.2} plain {:.2} ns/line",
+                    time(&codes),
+                    if only > 0 { 0.0 } else { time(&plain) }
+                );
+            }
+        }
+    }
 }

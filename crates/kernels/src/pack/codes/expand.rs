@@ -6,7 +6,7 @@ use super::{GROUP, GROUP_LINES};
 use crate::four_bit::Rounding;
 
 /// The codes of a panel for some groups of inputs that share scales.
-pub(in super::super::super) struct Block<'b> {
+pub(in super::super::super) struct CodeBlock<'b> {
     /// `[groups][4]` lines.
     pub lines: &'b [Line],
     /// The scale of each output.
@@ -18,14 +18,14 @@ pub(in super::super::super) struct Block<'b> {
 /// Functions of an instruction set that expand codes whose values are rounded to bf16: to pairs of bf16, and to f32. They write
 /// the same words as [`to_bf16_plain`] and [`to_f32_plain`].
 pub(in super::super::super) struct Expand {
-    pub to_bf16: unsafe fn(&Block<'_>, *mut u32),
-    pub to_f32: unsafe fn(&Block<'_>, *mut u32),
+    pub to_bf16: unsafe fn(&CodeBlock<'_>, *mut u32),
+    pub to_f32: unsafe fn(&CodeBlock<'_>, *mut u32),
 }
 
 pub(in super::super::super) const EXPAND_PORTABLE: Expand = Expand { to_bf16: to_bf16_plain, to_f32: to_f32_plain };
 
 /// Calls `f` with the group, the output, the input within the group, and the value of each code.
-fn each_value(block: &Block<'_>, mut f: impl FnMut(usize, usize, usize, f32)) {
+fn each_value(block: &CodeBlock<'_>, mut f: impl FnMut(usize, usize, usize, f32)) {
     for (group, lines) in block.lines.chunks_exact(GROUP_LINES).enumerate() {
         for (line, words) in lines.iter().enumerate() {
             for (lane, word) in words.0.iter().enumerate() {
@@ -44,7 +44,7 @@ fn each_value(block: &Block<'_>, mut f: impl FnMut(usize, usize, usize, f32)) {
 ///
 /// # Safety
 /// `out` has room for them.
-pub(super) unsafe fn to_bf16_plain(block: &Block<'_>, out: *mut u32) {
+pub(super) unsafe fn to_bf16_plain(block: &CodeBlock<'_>, out: *mut u32) {
     each_value(block, |group, output, input, value| {
         let bits = super::super::bf16_bits(value);
         // Safety: the caller guarantees the room.
@@ -59,7 +59,7 @@ pub(super) unsafe fn to_bf16_plain(block: &Block<'_>, out: *mut u32) {
 ///
 /// # Safety
 /// `out` has room for them.
-pub(super) unsafe fn to_f32_plain(block: &Block<'_>, out: *mut u32) {
+pub(super) unsafe fn to_f32_plain(block: &CodeBlock<'_>, out: *mut u32) {
     each_value(block, |group, output, input, value| {
         // Safety: the caller guarantees the room.
         unsafe { *out.add((group * GROUP + input) * PANEL + output) = value.to_bits() };
@@ -67,13 +67,17 @@ pub(super) unsafe fn to_f32_plain(block: &Block<'_>, out: *mut u32) {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(in super::super::super) use x86::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16};
+pub(in super::super::super) use x86::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, each_line};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;
 
     use super::*;
+    use crate::gemm::tile::prefetch;
+
+    /// Number of words ahead of the current ones at which codes are prefetched.
+    const AHEAD: usize = 1024;
 
     pub(in super::super::super::super) const EXPAND_AVX2: Expand =
         Expand { to_bf16: to_bf16_avx2, to_f32: to_f32_avx2 };
@@ -91,8 +95,40 @@ mod x86 {
         }
     }
 
+    /// Passes each line of 16 outputs and two inputs to `f`, with the number of the group, the half of the panel and the step in the
+    /// group. `narrow` converts 2 × 16 values to bf16.
+    ///
+    /// # Safety
+    /// The machine has AVX-512.
+    #[inline(always)]
+    pub(in super::super::super::super) unsafe fn each_line(
+        block: &CodeBlock<'_>,
+        narrow: impl Fn(__m512, __m512) -> __m512i,
+        mut f: impl FnMut(usize, usize, usize, __m512i),
+    ) {
+        unsafe {
+            let table = _mm512_loadu_ps(block.table.as_ptr());
+            let scales: [__m512; 4] = std::array::from_fn(|line| doubled(&block.scales[line * 8..]));
+            for (group, lines) in block.lines.as_chunks::<GROUP_LINES>().0.iter().enumerate() {
+                let mut codes: [__m512i; 4] =
+                    std::array::from_fn(|line| _mm512_load_si512(lines[line].0.as_ptr().cast()));
+                for line in lines {
+                    prefetch(line.0.as_ptr().wrapping_add(AHEAD));
+                }
+                for step in 0..8 {
+                    for half in 0..2 {
+                        // The permutation reads only the lowest four bits of each index.
+                        let of = |line: usize| _mm512_mul_ps(_mm512_permutexvar_ps(codes[line], table), scales[line]);
+                        f(group, half, step, narrow(of(2 * half), of(2 * half + 1)));
+                    }
+                    codes = codes.map(|codes| _mm512_srli_epi32::<4>(codes));
+                }
+            }
+        }
+    }
+
     #[target_feature(enable = "avx512f,avx512bf16")]
-    unsafe fn to_bf16_converting(block: &Block<'_>, out: *mut u32) {
+    unsafe fn to_bf16_converting(block: &CodeBlock<'_>, out: *mut u32) {
         unsafe {
             expand_bf16(block, out, |low, high| {
                 std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))
@@ -111,7 +147,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn to_bf16_avx512(block: &Block<'_>, out: *mut u32) {
+    unsafe fn to_bf16_avx512(block: &CodeBlock<'_>, out: *mut u32) {
         unsafe {
             expand_bf16(block, out, |low, high| {
                 let narrow = |value| _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded(value)));
@@ -122,28 +158,16 @@ mod x86 {
 
     /// Writes a line of 16 outputs for each pair of inputs; `narrow` converts 2 × 16 values to bf16.
     #[inline(always)]
-    unsafe fn expand_bf16(block: &Block<'_>, out: *mut u32, narrow: impl Fn(__m512, __m512) -> __m512i) {
+    unsafe fn expand_bf16(block: &CodeBlock<'_>, out: *mut u32, narrow: impl Fn(__m512, __m512) -> __m512i) {
         unsafe {
-            let table = _mm512_loadu_ps(block.table.as_ptr());
-            let scales: [__m512; 4] = std::array::from_fn(|line| doubled(&block.scales[line * 8..]));
-            for (group, lines) in block.lines.chunks_exact(GROUP_LINES).enumerate() {
-                for half in 0..2 {
-                    let mut low = _mm512_load_si512(lines[2 * half].0.as_ptr().cast());
-                    let mut high = _mm512_load_si512(lines[2 * half + 1].0.as_ptr().cast());
-                    for step in 0..8 {
-                        // The permutation reads only the lowest four bits of each index.
-                        let of = |codes, line: usize| _mm512_mul_ps(_mm512_permutexvar_ps(codes, table), scales[line]);
-                        let words = narrow(of(low, 2 * half), of(high, 2 * half + 1));
-                        _mm512_storeu_si512(out.add((group * GROUP / 2 + step) * PANEL + half * LANES).cast(), words);
-                        (low, high) = (_mm512_srli_epi32::<4>(low), _mm512_srli_epi32::<4>(high));
-                    }
-                }
-            }
+            each_line(block, narrow, |group, half, step, words| {
+                _mm512_storeu_si512(out.add((group * GROUP / 2 + step) * PANEL + half * LANES).cast(), words);
+            });
         }
     }
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn to_f32_avx512(block: &Block<'_>, out: *mut u32) {
+    unsafe fn to_f32_avx512(block: &CodeBlock<'_>, out: *mut u32) {
         unsafe {
             let table = _mm512_loadu_ps(block.table.as_ptr());
             let scales: [__m512; 4] = std::array::from_fn(|line| doubled(&block.scales[line * 8..]));
@@ -186,7 +210,7 @@ mod x86 {
 
     /// The two halves of the table, and the scales of four outputs each, each scale twice.
     #[inline(always)]
-    unsafe fn prepared(block: &Block<'_>) -> ([__m256; 2], [__m256; 8]) {
+    unsafe fn prepared(block: &CodeBlock<'_>) -> ([__m256; 2], [__m256; 8]) {
         unsafe {
             let tables = [_mm256_loadu_ps(block.table.as_ptr()), _mm256_loadu_ps(block.table[8..].as_ptr())];
             let twice = _mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0);
@@ -196,7 +220,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx2")]
-    unsafe fn to_bf16_avx2(block: &Block<'_>, out: *mut u32) {
+    unsafe fn to_bf16_avx2(block: &CodeBlock<'_>, out: *mut u32) {
         unsafe {
             let (tables, scales) = prepared(block);
             for (group, lines) in block.lines.chunks_exact(GROUP_LINES).enumerate() {
@@ -219,7 +243,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx2")]
-    unsafe fn to_f32_avx2(block: &Block<'_>, out: *mut u32) {
+    unsafe fn to_f32_avx2(block: &CodeBlock<'_>, out: *mut u32) {
         unsafe {
             let (tables, scales) = prepared(block);
             let upper = _mm256_set1_epi32(0xffff_0000_u32 as i32);
