@@ -16,8 +16,10 @@ pub mod weights;
 use rlood_templates as jinja;
 use rlood_types::digest::Sha256Digest;
 use rlood_types::protocol::FileEntry;
+use rlood_types::spec::ModelShape;
 use rlood_types::{spec, strict_json};
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -73,6 +75,33 @@ pub struct ModelCard {
     pub chat_template: Option<String>,
     /// The tensors of a multimodal checkpoint that its text part does not need.
     pub skipped: Option<Skipped>,
+}
+
+impl ModelCard {
+    /// Returns the sizes that determine the memory that training needs. Layers that the engine fuses are kept in 4 bits only if
+    /// all of them are stored so.
+    pub fn shape(&self) -> ModelShape {
+        let mut shape = self.config.shape();
+        let stored: HashMap<&str, &TensorLocation> =
+            self.tensors.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
+        let Projections { qkv, o, gate_up, down } = self.config.projections;
+        for layer in 0..self.config.num_hidden_layers {
+            for fused in [qkv, &[o], gate_up, &[down]] {
+                let tensor = |path: &&str| stored.get(format!("model.layers.{layer}.{path}.weight").as_str()).copied();
+                let tensors: Vec<&TensorLocation> = fused.iter().filter_map(tensor).collect();
+                let codes: Vec<&FourBitTensors> = tensors.iter().filter_map(|tensor| tensor.four_bit.as_deref()).collect();
+                let weights = tensors.iter().map(|tensor| tensor.num_elements() as u64).sum::<u64>();
+                if codes.is_empty() || codes.len() < fused.len() {
+                    continue;
+                }
+                match codes.iter().all(|codes| codes.nested.is_some()) {
+                    true => shape.nested_four_bit_weights += weights,
+                    false => shape.four_bit_weights += weights,
+                }
+            }
+        }
+        shape
+    }
 }
 
 /// Reads and validates a model directory.

@@ -97,7 +97,7 @@ fn check_limits(task: &GenerateTask, card: &ModelCard, prompt_tokens: u64) -> Re
         );
         return Err(FieldError::new("/prompt", "prompt_too_long", detail));
     }
-    let needed = Footprint::of_generation(plan, card.num_parameters, &card.config.shape(), prompt_tokens);
+    let needed = Footprint::of_generation(plan, card.num_parameters, &card.shape(), prompt_tokens);
     match task.memory_limit_bytes {
         Some(limit) if needed > limit => {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);

@@ -70,7 +70,7 @@ pub(super) fn plan(
             num_parameters: card.num_parameters,
             size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
             has_chat_template: false,
-            shape: Some(card.config.shape()),
+            shape: Some(card.shape()),
             modules: card.config.module_names(),
             beyond_gpu: card.config.beyond_gpu(),
         }),
@@ -94,7 +94,7 @@ fn place(device: Device) -> Place {
 fn footprint(setting: &Setting<'_>, plan: &Plan, micro_batch_tokens: u64) -> Footprint {
     let (card, prompt) = (&setting.card, Some(u64::from(setting.args.prompt_len)));
     let place = place(setting.args.device);
-    Footprint::on(place, plan, card.num_parameters, &card.config.shape(), prompt, micro_batch_tokens)
+    Footprint::on(place, plan, card.num_parameters, &card.shape(), prompt, micro_batch_tokens)
 }
 
 /// Returns the estimated memory of whole training steps, in MiB.

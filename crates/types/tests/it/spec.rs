@@ -20,6 +20,8 @@ pub fn model() -> ModelFacts {
         size_bytes: 2_000,
         has_chat_template: false,
         shape: Some(ModelShape {
+            four_bit_weights: 0,
+            nested_four_bit_weights: 0,
             hidden_size: 8,
             intermediate_size: 16,
             num_hidden_layers: 2,
