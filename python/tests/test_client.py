@@ -350,6 +350,15 @@ class Failing(WithServer):
         self.assertFalse(rlood.Error.unreachable("GET /jobs", cause).may_pass())
         self.assertTrue(rlood.Error.unreachable("GET /jobs", urllib.error.URLError(ConnectionResetError())).may_pass())
 
+    def test_a_token_of_the_hub_is_sent_with_every_request(self):
+        with Flaky(self.client.server) as proxy:
+            rlood.Client(proxy.url, hub_token=" hf_argument ").jobs()
+            with mock.patch.dict(os.environ, RLOOD_HUB_TOKEN="hf_variable"):
+                rlood.Client(proxy.url).jobs()
+                rlood.Client(proxy.url, hub_token="").jobs()
+            sent = [{name.lower(): value for name, value in headers.items()}.get("x-hub-token") for _, headers in proxy.seen]
+        self.assertEqual(sent, ["hf_argument", "hf_variable", None])
+
     def test_a_redirect_does_not_get_the_key(self):
         with Flaky(self.client.server) as elsewhere:
             proxy, _ = self.flaky(("GET", "refuse", (302, {"Location": elsewhere.url})))

@@ -118,8 +118,8 @@ struct MappedRow {
 #[utoipa::path(
     post, path = "/datasets/preview", tag = "Datasets",
     params(PreviewQuery),
-    request_body(description = "The rows of the dataset, or where the server finds them", content(
-        (String = "application/x-ndjson"), (String = "text/csv"), (crate::spec::HubDataset = "application/json"),
+    request_body(description = "The rows of the dataset, or a dataset on the hub (`HubDataset`)", content(
+        (String = "application/x-ndjson"), (String = "text/csv"), (Value = "application/json", example = json!({"hub": "openai/gsm8k", "config": "main", "map": {"prompt": "question"}})),
         (String = "application/vnd.apache.parquet"), (Vec<u8> = "multipart/form-data"),
     )),
     responses(

@@ -1,5 +1,6 @@
 //! Rows from files: uploads that are compressed or mapped, and hub datasets. Each conversion runs on its own thread.
 
+use std::collections::HashSet;
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ use crate::data::{CannotChoose, Chosen, NOT_FETCHED, Options, Preview, Source, c
 use crate::dataset::{Format, Recipe, Rejected, Summary};
 use crate::error_text::with_causes;
 use crate::files::StagedDone;
-use crate::hub::{Hub, Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
+use crate::hub::{Cached, Hub, HubError, Repo, RepoFile, RepoInfo, RepoKind, RepoPlan, find_snapshot};
 use crate::spec::HubDataset;
 use crate::storage::StorageKind;
 
@@ -174,24 +175,17 @@ struct Found {
     hub: Hub,
     plan: RepoPlan,
     origin: Value,
+    /// The operator's local cache of this commit, if the caller may use it. Files may be missing or damaged there.
+    cached: Option<Cached>,
 }
 
 async fn find(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Found, Problem> {
     check_disk(state)?;
     let hub = client(state, caller).await?;
     let repo = parse(wanted)?;
-    let info = hub.info(&repo).await.map_err(|error| problem(&error))?;
-    let readme = match info.files.iter().find(|file| file.path == "README.md") {
-        None => None,
-        Some(file) => {
-            let bytes = hub.read_file(&repo, &info.commit, file).await.map_err(|error| problem(&error))?;
-            Some(String::from_utf8_lossy(&bytes).into_owned())
-        }
-    };
-    let (repo, info, chosen) = match chosen_of(readme.as_deref(), &info, wanted) {
-        Ok(chosen) => (repo, info, chosen),
-        Err(error) if error.is_unreadable => converted_branch(state, &hub, &repo, wanted, error).await?,
-        Err(error) => return Err(cannot_choose(&repo, &error)),
+    let (repo, info, chosen) = match state.config.hub.environment.offline {
+        true => choose_cached(hub::cache(state, caller), repo, wanted).await?,
+        false => choose_on_hub(state, &hub, repo, wanted).await?,
     };
     let file = |path: &String| info.files.iter().find(|file| file.path == *path).cloned();
     let files: Vec<RepoFile> = chosen.files.iter().filter_map(file).collect();
@@ -209,7 +203,71 @@ async fn find(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<
                         "config": chosen.config, "split": chosen.split, "files": hashes});
     let RepoInfo { commit, is_restricted, files: _, renamed_to } = info;
     let origin = with_name(origin, renamed_to.as_deref());
-    Ok(Found { hub, plan: RepoPlan { repo, commit, is_restricted, files, config: Value::Null, renamed_to }, origin })
+    let at_commit = Repo::new(RepoKind::Dataset, repo.id(), &commit).map_err(Problem::internal)?;
+    let cached = hub::cache(state, caller).and_then(|cache| find_snapshot(cache, &at_commit));
+    let plan = RepoPlan { repo, commit, is_restricted, files, config: Value::Null, renamed_to };
+    Ok(Found { hub, plan, origin, cached })
+}
+
+/// Looks up a dataset on the hub, and chooses the files of its config and split.
+async fn choose_on_hub(
+    state: &AppState,
+    hub: &Hub,
+    repo: Repo,
+    wanted: &HubDataset,
+) -> Result<(Repo, RepoInfo, Chosen), Problem> {
+    let info = hub.info(&repo).await.map_err(|error| problem(&error))?;
+    let readme = match info.files.iter().find(|file| file.path == "README.md") {
+        None => None,
+        Some(file) => {
+            let bytes = hub.read_file(&repo, &info.commit, file).await.map_err(|error| problem(&error))?;
+            Some(String::from_utf8_lossy(&bytes).into_owned())
+        }
+    };
+    match chosen_of(readme.as_deref(), &info, wanted) {
+        Ok(chosen) => Ok((repo, info, chosen)),
+        Err(error) if error.is_unreadable => converted_branch(state, hub, &repo, wanted, error).await,
+        Err(error) => Err(cannot_choose(&repo, &error)),
+    }
+}
+
+/// Looks up a dataset in the local cache, without a request, and chooses the files of its config and split.
+async fn choose_cached(
+    cache: Option<&std::path::Path>,
+    repo: Repo,
+    wanted: &HubDataset,
+) -> Result<(Repo, RepoInfo, Chosen), Problem> {
+    let offline = || problem(&HubError::Offline { repo: repo.to_string() });
+    let cached = cache.and_then(|cache| find_snapshot(cache, &repo)).ok_or_else(offline)?;
+    let files = cached.files().await.map_err(|error| problem(&error))?;
+    let readme = tokio::fs::read(cached.path.join("README.md")).await.ok();
+    let readme = readme.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    let info = RepoInfo { commit: cached.commit, is_restricted: false, files, renamed_to: None };
+    let chosen = chosen_of(readme.as_deref(), &info, wanted).map_err(|error| cannot_choose(&repo, &error))?;
+    match missing_shard(&chosen.files) {
+        None => Ok((repo, info, chosen)),
+        Some(name) => {
+            let detail = format!(
+                "the local cache has only some files of the split '{}': {name} is missing; download the whole split, or turn \
+                 offline mode off",
+                chosen.split
+            );
+            Err(cannot_choose(&repo, &CannotChoose { field: "split", detail, is_unreadable: false }))
+        }
+    }
+}
+
+/// Finds a file that is missing from a set of files such as `train-00000-of-00003.parquet`, by the numbers in their names.
+fn missing_shard(paths: &[String]) -> Option<String> {
+    let known: HashSet<&str> = paths.iter().map(String::as_str).collect();
+    paths.iter().find_map(|path| {
+        let (start, rest) = path.rsplit_once("-of-")?;
+        let (start, number) = start.rsplit_once('-')?;
+        let (count, _extension) = rest.split_once('.')?;
+        let (width, _, count) = (number.len(), number.parse::<usize>().ok()?, count.parse::<usize>().ok()?);
+        let mut names = (0..count).map(|index| format!("{start}-{index:0width$}-of-{rest}"));
+        names.find(|name| !known.contains(name.as_str()))
+    })
 }
 
 /// Adds a repository's new name to the origin of a dataset, if the hub has renamed it.
@@ -225,11 +283,26 @@ pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset
     download(state, find(state, caller, wanted).await?).await
 }
 
-async fn download(state: &AppState, Found { hub, plan, origin }: Found) -> Result<Files, Problem> {
+async fn download(state: &AppState, Found { hub, plan, origin, cached }: Found) -> Result<Files, Problem> {
     let folder = state.downloads.sources(plan.repo.id(), &plan.commit);
-    hub.download(&plan, &state.downloads.parts(), &folder, &Arc::default()).await.map_err(|error| problem(&error))?;
-    let source = |file: &RepoFile| Source::file(file.path.clone(), folder.join(&file.path));
-    Ok(Files { sources: plan.files.iter().map(source).collect(), format: None, origin, staged: None, whole: None })
+    let mut sources = Vec::with_capacity(plan.files.len());
+    let mut missing = RepoPlan { files: Vec::new(), ..plan.clone() };
+    for file in plan.files {
+        let found = match &cached {
+            Some(cached) => cached.verified(&file).await.map_err(|error| problem(&error))?,
+            None => None,
+        };
+        let path = found.unwrap_or_else(|| {
+            missing.files.push(file.clone());
+            folder.join(&file.path)
+        });
+        sources.push(Source::file(file.path, path));
+    }
+    if !missing.files.is_empty() {
+        let parts = state.downloads.parts();
+        hub.download(&missing, &parts, &folder, &Arc::default()).await.map_err(|error| problem(&error))?;
+    }
+    Ok(Files { sources, format: None, origin, staged: None, whole: None })
 }
 
 /// Fetches enough of a hub dataset for a preview: the beginning of its first file, or the byte ranges of a parquet file
@@ -239,12 +312,22 @@ pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubD
     found.plan.files.truncate(1);
     let large = found.plan.files.first().filter(|file| file.size_bytes > PREVIEW_BYTES);
     let Some(file) = large.cloned() else { return download(state, found).await };
+    if let Some(path) = found.cached.as_ref().map(|cached| cached.path.join(&file.path)).filter(|path| path.is_file()) {
+        // A preview stores nothing, so the file's hash is not checked here. Only the first rows are read.
+        return Ok(Files {
+            sources: vec![Source::file(file.path, path)],
+            format: None,
+            origin: found.origin,
+            staged: None,
+            whole: None,
+        });
+    }
     if file.path.ends_with(".parquet") {
         let whole = Some(Box::new(found.clone()));
-        let Found { hub, plan, origin } = found;
+        let Found { hub, plan, origin, cached: _ } = found;
         return Ok(Files { sources: vec![ranged(hub, plan, file)], format: None, origin, staged: None, whole });
     }
-    let Found { hub, plan, origin } = found;
+    let Found { hub, plan, origin, cached: _ } = found;
     let most_bytes = usize::try_from(PREVIEW_BYTES).unwrap_or(usize::MAX);
     let start = hub.read_start(&plan.repo, &plan.commit, &file, most_bytes).await.map_err(|error| problem(&error))?;
     let mut staged = state.files.stage(u64::MAX).await?;

@@ -12,6 +12,7 @@ use utoipa::openapi::{
 use super::error::ProblemBody;
 use super::{contract, messages};
 use crate::scopes::{self, Access, Scope};
+use crate::spec::HubDataset;
 
 const BEARER: &str = "bearer";
 const SESSION: &str = "session";
@@ -58,7 +59,9 @@ pub(super) fn head() -> OpenApi {
         "rlood_session",
         "The cookie of POST /session; everything but GET also needs 'x-csrf-token'.",
     );
+    // No operation names this schema, because bodies with rows have the same content type.
     let components = ComponentsBuilder::new()
+        .schema_from::<HubDataset>()
         .schema_from::<ProblemBody>()
         .response(PROBLEM, problem)
         .security_scheme(BEARER, SecurityScheme::Http(bearer))

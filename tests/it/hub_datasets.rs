@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::hub::{COMMIT, Faults, OLD_DATASET, Running, start};
+use crate::hub::{COMMIT, Faults, OLD_DATASET, Running, git_sha1, start};
 use crate::processes::{Server, command, model_copy, register, spec};
 
 const README: &str = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n  - split: test\n    path: main/test-*\n- config_name: socratic\n  data_files: socratic/*.jsonl\n---\n";
@@ -115,6 +115,70 @@ async fn a_data_set_of_the_hub_is_pinned_mapped_and_the_same_for_the_same_reques
         assert_eq!((status, &answer["errors"][0]["pointer"]), (422, &json!(at)), "{body}: {answer}");
         assert!(answer["detail"].as_str().unwrap().contains(says), "{body}: {answer}");
     }
+}
+
+/// Writes files to a cache folder in the layout of huggingface_hub.
+fn fill_cache(cache: &Path, files: &BTreeMap<String, Vec<u8>>) {
+    let dataset = cache.join("datasets--fake--rows");
+    for folder in ["refs", "blobs"] {
+        std::fs::create_dir_all(dataset.join(folder)).unwrap();
+    }
+    std::fs::write(dataset.join("refs/main"), COMMIT).unwrap();
+    for (path, bytes) in files {
+        let blob = dataset.join("blobs").join(git_sha1(bytes));
+        std::fs::write(&blob, bytes).unwrap();
+        let link = dataset.join("snapshots").join(COMMIT).join(path);
+        std::fs::create_dir_all(link.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(blob, link).unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_data_set_in_the_local_cache_is_read_in_place_and_offline() {
+    let (dir, mut files) = (tempfile::tempdir().unwrap(), repository());
+    let cache = dir.path().join("cache");
+    files.insert("socratic/test-00001-of-00002.jsonl".to_owned(), b"{\"question\":\"q\"}\n".to_vec());
+    fill_cache(&cache, &files);
+    let hub = start(repository(), Faults::default()).await;
+    let wanted = json!({"hub": "fake/rows", "config": "main", "map": map(), "limit": 30});
+    let serve = |data: &str, is_offline: bool| {
+        let mut command = command(&dir.path().join(data), "none");
+        command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", &hub.url).env("HF_HUB_CACHE", &cache);
+        if is_offline {
+            command.env("HF_HUB_OFFLINE", "1");
+        }
+        Server::start_by(&mut command)
+    };
+    let is_file = |path: &str| path.contains("parquet");
+
+    let offline = serve("offline", true);
+    let (status, made) = post(&offline, "/datasets", &wanted).await;
+    assert_eq!((status, &made["num_rows"], &made["origin"]["commit"]), (201, &json!(30), &json!(COMMIT)), "{made}");
+    let (status, shown) = post(&offline, "/datasets/preview", &wanted).await;
+    assert_eq!((status, &shown["rows"][0]["record"]["answer"]), (200, &json!("0")), "{shown}");
+    assert!(hub.seen().is_empty(), "{:?}", hub.seen());
+    for (body, at, says) in [
+        (json!({"hub": "fake/other"}), "/hub", "the local cache does not have all its files"),
+        (json!({"hub": "fake/rows", "config": "socratic"}), "/split", "socratic/test-00000-of-00002.jsonl is missing"),
+    ] {
+        let (status, refused) = post(&offline, "/datasets", &body).await;
+        assert_eq!((status, &refused["errors"][0]["pointer"]), (422, &json!(at)), "{body}: {refused}");
+        assert!(refused["detail"].as_str().unwrap().contains(says), "{refused}");
+    }
+
+    let online = serve("online", false);
+    let (status, same) = post(&online, "/datasets", &wanted).await;
+    assert_eq!((status, &same["sha256"]), (201, &made["sha256"]), "{same}");
+    assert!(!hub.seen().iter().any(|seen| is_file(&seen.path)), "{:?}", hub.seen());
+    // A damaged file is downloaded instead, and cannot be used offline.
+    let blob = git_sha1(&files["main/train-00000-of-00001.parquet"]);
+    std::fs::write(cache.join("datasets--fake--rows/blobs").join(blob), b"damaged").unwrap();
+    let other = json!({"hub": "fake/rows", "config": "main", "map": map(), "limit": 29});
+    let (status, refused) = post(&offline, "/datasets", &other).await;
+    assert!(status == 422 && refused["detail"].as_str().unwrap().contains("offline"), "{refused}");
+    let (status, made) = post(&online, "/datasets", &other).await;
+    assert_eq!((status, &made["num_rows"]), (201, &json!(29)), "{made}");
+    assert!(hub.seen().iter().any(|seen| is_file(&seen.path)), "{:?}", hub.seen());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -5,6 +5,7 @@ import { plural } from "../core/format.js";
 import { cls, html, useEffect, useState } from "../core/ui.js";
 import { useAction } from "../core/action.js";
 import { Input } from "../parts/field.js";
+import { HubToken, tokenHeaders } from "../parts/hub-token.js";
 import { ProblemBox } from "../parts/problem.js";
 
 /** Time after the last key press before the preview is updated, in ms. */
@@ -43,10 +44,10 @@ function fieldsFromMap(map) {
 const EMPTY = { prompt: "", system: "", answer: "", answerFrom: "", more: "", limit: "" };
 
 /**
- * The mapping form for `file` or for `hub`, `{hub, config, split}`. The preview formats prompts with the template of `model`. `onDone`
- * receives the new dataset.
+ * The mapping form for `file` or for `hub`, `{hub, config, split}`. `headers` are sent with
+ * requests about `hub`. The preview formats prompts with the template of `model`. `onDone` receives the new dataset.
  */
-export function Mapping({ file, hub, model, onDone }) {
+export function Mapping({ file, hub, headers, model, onDone }) {
   const [fields, setFields] = useState(EMPTY);
   const [preview, setPreview] = useState(null);
   const [problem, setProblem] = useState(null);
@@ -70,7 +71,7 @@ export function Mapping({ file, hub, model, onDone }) {
         const query = { rows: PREVIEW_ROWS, model };
         const isWhole = file?.name.toLowerCase().endsWith(".parquet");
         const answer = hub
-          ? await post("/datasets/preview", { ...withoutEmpty(hub), ...recipe() }, { query, signal: abort.signal })
+          ? await post("/datasets/preview", { ...withoutEmpty(hub), ...recipe() }, { query, headers, signal: abort.signal })
           : await (await send("POST", "/datasets/preview", { query, body: formData(isWhole ? file : file.slice(0, PREVIEW_BYTES)), signal: abort.signal })).json();
         setPreview(answer);
         setProblem(null);
@@ -83,7 +84,7 @@ export function Mapping({ file, hub, model, onDone }) {
 
   const add = () => run(async () => {
     const dataset = hub
-      ? await post("/datasets", { ...withoutEmpty(hub), ...recipe(), name: [hub.hub, hub.config, hub.split].filter(Boolean).join(" ") })
+      ? await post("/datasets", { ...withoutEmpty(hub), ...recipe(), name: [hub.hub, hub.config, hub.split].filter(Boolean).join(" ") }, { headers })
       : await (await send("POST", "/datasets", { query: { name: file.name }, body: formData(file) })).json();
     announce(`Added ${plural(dataset.num_rows, "row")}`);
     await onDone(dataset);
@@ -128,13 +129,15 @@ function PreviewRows({ preview, isOutdated }) {
 /** Adds a Hugging Face dataset: its name, then its mapping. */
 export function HubDataset({ model, onDone }) {
   const [fields, setFields] = useState({ hub: "", config: "", split: "" });
+  const [token, setToken] = useState("");
   const [chosen, setChosen] = useState(null);
   const set = (name) => (value) => setFields((old) => ({ ...old, [name]: value.trim() }));
   return html`<div class="stack"><div class="fields">
       <${Input} label="Hugging Face dataset" hint="For example openai/gsm8k or org/name@revision" value=${fields.hub} set=${set("hub")} />
       <${Input} label="Configuration" optional value=${fields.config} set=${set("config")} />
       <${Input} label="Split" optional hint="Default: train, or the only split" value=${fields.split} set=${set("split")} />
-      <div class="field beside-label"><button type="button" disabled=${!fields.hub} onClick=${() => setChosen({ ...fields })}>Preview</button></div>
+      <${HubToken} value=${token} set=${setToken} />
+      <div class="field beside-label"><button type="button" disabled=${!fields.hub} onClick=${() => setChosen({ hub: { ...fields }, headers: tokenHeaders(token) })}>Preview</button></div>
     </div>
-    ${chosen && html`<${Mapping} key=${JSON.stringify(chosen)} hub=${chosen} model=${model} onDone=${onDone} />`}</div>`;
+    ${chosen && html`<${Mapping} key=${JSON.stringify(chosen)} ...${chosen} model=${model} onDone=${onDone} />`}</div>`;
 }

@@ -5,6 +5,7 @@ import { useLoad } from "../core/load.js";
 import { html, useState } from "../core/ui.js";
 import { useAction } from "../core/action.js";
 import { Input } from "../parts/field.js";
+import { HubToken, tokenHeaders } from "../parts/hub-token.js";
 import { ProblemBox } from "../parts/problem.js";
 
 export function ModelChoice({ form }) {
@@ -30,12 +31,11 @@ export function Register({ onDone }) {
   const [id, setId] = useState("");
   const [source, setSource] = useState("");
   const { busy, error, errorsAt, run } = useAction();
-  const headers = token ? { "x-hub-token": token } : {};
-  const download = async () => onDone(await post("/models", { hub: hub.trim() }, { headers }));
+  const download = async () => onDone(await post("/models", { hub: hub.trim() }, { headers: tokenHeaders(token) }));
   const register = async () => onDone(await post("/models", { id: id.trim(), source: source.trim() }));
   return html`<div class="stack"><div class="fields">
       <${Input} label="Hugging Face model" hint="For example Qwen/Qwen3-0.6B or org/name@revision" errors=${errorsAt("/hub")} value=${hub} set=${setHub} />
-      <${Input} label="Hugging Face token" optional type="password" autocomplete="off" hint="For gated and private models. The server does not store the token." value=${token} set=${setToken} />
+      <${HubToken} value=${token} set=${setToken} />
       <div class="field"><button type="button" disabled=${busy || !hub.trim()} onClick=${() => run(download)}>${busy ? "Checking…" : "Download"}</button></div>
     </div>
     <div class="fields">

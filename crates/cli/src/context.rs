@@ -1,7 +1,7 @@
 //! The context of a command: a client for the server, and the output to write to.
 
 use clap::Args;
-use rlood_client::{Client, Error, Retry};
+use rlood_client::{Client, ClientBuilder, Error, Retry};
 
 use crate::error::CliError;
 use crate::output::{Color, Out};
@@ -26,6 +26,11 @@ pub struct Common {
     /// Profile to use, created by `rlood login`. Default: RLOOD_PROFILE, then the default profile.
     #[arg(long, global = true, value_name = "NAME")]
     pub profile: Option<String>,
+
+    /// Hugging Face token for gated and private models and datasets. The server does not store it. Other users can see a flag in
+    /// the process list: prefer the variable.
+    #[arg(long, global = true, env = "RLOOD_HUB_TOKEN", hide_env_values = true, value_name = "TOKEN")]
+    pub hub_token: Option<String>,
 
     /// Print the API's JSON: one document, or one object per line when following.
     #[arg(long, global = true)]
@@ -63,7 +68,11 @@ impl Common {
 
     pub(crate) fn context(&self) -> Result<Context, CliError> {
         let target = self.target()?;
-        let client = client_of(&target)?;
+        let mut builder = builder_of(&target)?;
+        if let Some(token) = self.hub_token.as_deref().filter(|token| !token.trim().is_empty()) {
+            builder = builder.hub_token(token);
+        }
+        let client = builder.build()?;
         Ok(Context { client, out: self.out(), target })
     }
 }
@@ -107,6 +116,10 @@ pub async fn with(common: &Common, work: impl AsyncFnOnce(&Context) -> Result<u8
 
 /// Creates a client for a server.
 pub fn client_of(target: &Target) -> Result<Client, CliError> {
+    Ok(builder_of(target)?.build()?)
+}
+
+fn builder_of(target: &Target) -> Result<ClientBuilder, CliError> {
     let mut builder = Client::builder(&target.server).retry(Retry { max_retries: MAX_RETRIES, ..Retry::default() });
     if let Some(key) = &target.key {
         builder = builder.api_key(key);
@@ -121,5 +134,5 @@ pub fn client_of(target: &Target) -> Result<Client, CliError> {
     if is_loopback(&target.server) {
         builder = builder.no_proxy();
     }
-    Ok(builder.build()?)
+    Ok(builder)
 }

@@ -131,6 +131,9 @@ impl Client {
     /// error status is an error.
     pub(crate) async fn open(&self, call: &Call, headers: &HeaderMap, limit: Duration) -> Result<Response, Error> {
         let mut request = self.inner.http.request(call.method.clone(), call.url.clone()).header(ACCEPT, call.accept);
+        if let Some(token) = &self.inner.hub_token {
+            request = request.header("x-hub-token", token);
+        }
         if let Some(authorization) = &call.authorization {
             request = request.header(AUTHORIZATION, authorization);
         }

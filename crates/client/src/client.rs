@@ -31,6 +31,7 @@ pub(crate) struct Inner {
     pub(crate) http: reqwest::Client,
     pub(crate) base: Url,
     pub(crate) authorization: Option<HeaderValue>,
+    pub(crate) hub_token: Option<HeaderValue>,
     pub(crate) retry: Retry,
     pub(crate) timeout: Duration,
     pub(crate) stall_timeout: Duration,
@@ -41,6 +42,7 @@ pub(crate) struct Inner {
 pub struct ClientBuilder {
     server: String,
     api_key: Option<String>,
+    hub_token: Option<String>,
     retry: Retry,
     timeout: Duration,
     stall_timeout: Duration,
@@ -63,6 +65,7 @@ impl Client {
         ClientBuilder {
             server: server.to_owned(),
             api_key: None,
+            hub_token: None,
             retry: Retry::default(),
             timeout: TIMEOUT,
             stall_timeout: STALL_TIMEOUT,
@@ -89,6 +92,13 @@ impl ClientBuilder {
     #[must_use]
     pub fn api_key(self, key: impl Into<String>) -> Self {
         Self { api_key: Some(key.into()), ..self }
+    }
+
+    /// Sets the Hugging Face token that is sent with every request, for gated and private models and datasets. The server does not
+    /// store it.
+    #[must_use]
+    pub fn hub_token(self, token: impl Into<String>) -> Self {
+        Self { hub_token: Some(token.into()), ..self }
     }
 
     /// Sets how often and when a failed call is retried.
@@ -127,19 +137,14 @@ impl ClientBuilder {
     /// # Errors
     /// Fails if the address is not an http or https URL, a certificate cannot be read, or the key is not valid in a header.
     pub fn build(self) -> Result<Client, Error> {
-        let Self { server, api_key, retry, timeout, stall_timeout, with_proxy, root_certificates } = self;
+        let Self { server, api_key, hub_token, retry, timeout, stall_timeout, with_proxy, root_certificates } = self;
         let base = Url::parse(&server)
             .map_err(|error| Error::Settings(format!("the server's address '{server}' is not a URL: {error}")))?;
         if !matches!(base.scheme(), "http" | "https") || base.cannot_be_a_base() {
             return Err(Error::Settings(format!("the server's address '{server}' is neither http:// nor https://")));
         }
-        let authorization = api_key.map(|key| {
-            let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
-                Error::Settings("the API key has characters that are not allowed in an HTTP header".to_owned())
-            })?;
-            value.set_sensitive(true);
-            Ok(value)
-        });
+        let authorization = api_key.map(|key| secret_header("API key", &format!("Bearer {key}"))).transpose()?;
+        let hub_token = hub_token.map(|token| secret_header("Hugging Face token", token.trim())).transpose()?;
         let mut builder = reqwest::Client::builder()
             .user_agent(concat!("rlood-client/", env!("CARGO_PKG_VERSION")))
             .connect_timeout(CONNECT_TIMEOUT)
@@ -157,9 +162,16 @@ impl ClientBuilder {
         }
         let http =
             builder.build().map_err(|error| Error::Settings(format!("the HTTP client cannot be created: {error}")))?;
-        let inner = Inner { http, base, authorization: authorization.transpose()?, retry, timeout, stall_timeout };
+        let inner = Inner { http, base, authorization, hub_token, retry, timeout, stall_timeout };
         Ok(Client { inner: Arc::new(inner), idempotency_key: None })
     }
+}
+
+fn secret_header(noun: &str, text: &str) -> Result<HeaderValue, Error> {
+    let mut value = HeaderValue::try_from(text)
+        .map_err(|_| Error::Settings(format!("the {noun} has characters that are not allowed in an HTTP header")))?;
+    value.set_sensitive(true);
+    Ok(value)
 }
 
 /// Trusts the system's certificates and those of `pem`. On a machine without certificates, plain http still works (reqwest's own

@@ -1,32 +1,88 @@
 //! Reads the cache that huggingface_hub maintains, in place and without writing: `models--org--name/` with `refs/<revision>` (a
-//! commit) and `snapshots/<commit>/<path>`, links to `blobs/<hash>`. A snapshot may lack files after an interruption, so every
-//! file that a model needs is located and compared with the hash in its blob's name.
+//! commit) and `snapshots/<commit>/<path>`, links to `blobs/<hash>`. A snapshot may lack files: after an interruption, or because
+//! nothing has read them. So every file that a model or a dataset needs is located and compared with its hash.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use crate::error::HubError;
 use crate::hash::FileHash;
 use crate::id::{Repo, RepoKind, is_safe_path};
-use crate::part::hash;
+use crate::info::RepoFile;
+use crate::part::{hash, is_complete};
 
-/// A model in the cache of huggingface_hub.
+/// A model or dataset in the cache of huggingface_hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cached {
-    /// Commit of the model as 40 hexadecimal digits.
+    /// Commit of the repository as 40 hexadecimal digits.
     pub commit: String,
-    /// Folder with the model's files at this commit.
+    /// Folder with the repository's files at this commit.
     pub path: PathBuf,
 }
 
-/// Finds the cached files of a model if config, tokenizer and weights are all there. Reads only the config and the weights' index;
-/// [`verify_cached`] checks the content.
-pub fn find_cached(cache: &Path, repo: &Repo) -> Option<Cached> {
-    let kind = match repo.kind {
-        RepoKind::Model => "models",
-        RepoKind::Dataset => return None,
-    };
+impl Cached {
+    /// Lists the files of the snapshot by path. Their hashes are the names of their blobs, so the content is not read, except for a
+    /// file that is not a link to a blob. [`Cached::verified`] checks the content.
+    ///
+    /// # Errors
+    /// Fails when a file cannot be read.
+    pub async fn files(&self) -> Result<Vec<RepoFile>, HubError> {
+        let mut names = Vec::new();
+        list_files(&self.path, "", &mut names).map_err(HubError::disk("list the files of", &self.path))?;
+        names.sort_unstable();
+        let mut files = Vec::with_capacity(names.len());
+        for name in names {
+            let path = self.path.join(&name);
+            let blob = std::fs::canonicalize(&path).map_err(HubError::disk("open", &path))?;
+            let opened = File::open(&blob).map_err(HubError::disk("open", &blob))?;
+            let size_bytes = opened.metadata().map_err(HubError::disk("read", &blob))?.len();
+            let hash = match blob_hash(&blob) {
+                Some(hash) => hash,
+                None => hash(opened, blob, FileHash::Git([0; 20]), size_bytes).await?,
+            };
+            files.push(RepoFile { path: name, size_bytes, hash });
+        }
+        Ok(files)
+    }
+
+    /// Returns the path of a file in the snapshot if its content is the one that the Hub announces; `None` if it is missing or
+    /// differs.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read.
+    pub async fn verified(&self, file: &RepoFile) -> Result<Option<PathBuf>, HubError> {
+        let path = self.path.join(&file.path);
+        Ok(is_complete(&path, file).await?.then_some(path))
+    }
+}
+
+/// Lists the paths of the files below a folder, without those whose links are broken or whose names are not safe.
+fn list_files(folder: &Path, above: &str, names: &mut Vec<String>) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        let name = format!("{above}{name}");
+        // Links to files are followed, links to folders are not: huggingface_hub makes none.
+        if entry.file_type()?.is_dir() {
+            list_files(&entry.path(), &format!("{name}/"), names)?;
+        } else if entry.path().is_file() && is_safe_path(&name) {
+            names.push(name);
+        }
+    }
+    Ok(())
+}
+
+/// Returns the hash in the name of a blob.
+fn blob_hash(blob: &Path) -> Option<FileHash> {
+    let name = blob.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    FileHash::sha256(name).or_else(|| FileHash::git(name))
+}
+
+/// Finds the cached snapshot of a repository. It may lack files of the repository.
+pub fn find_snapshot(cache: &Path, repo: &Repo) -> Option<Cached> {
+    let kind = repo.kind.plural();
     let folder = cache.join(format!("{kind}--{}", repo.id().replace('/', "--")));
     let named = std::fs::read_to_string(folder.join("refs").join(repo.revision())).ok();
     let commit = named.map_or_else(|| repo.revision().to_owned(), |commit| commit.trim().to_owned());
@@ -34,7 +90,14 @@ pub fn find_cached(cache: &Path, repo: &Repo) -> Option<Cached> {
         return None;
     }
     let path = folder.join("snapshots").join(&commit);
-    required_files(&path).map(|_| Cached { commit, path })
+    path.is_dir().then_some(Cached { commit, path })
+}
+
+/// Finds the cached files of a model if config, tokenizer and weights are all there. Reads only the config and the weights' index;
+/// [`verify_cached`] checks the content.
+pub fn find_cached(cache: &Path, repo: &Repo) -> Option<Cached> {
+    let is_model = repo.kind == RepoKind::Model;
+    find_snapshot(cache, repo).filter(|cached| is_model && required_files(&cached.path).is_some())
 }
 
 /// Reads all files that a cached model needs and compares them with the hashes in their blobs' names. Returns the name of the
@@ -42,14 +105,13 @@ pub fn find_cached(cache: &Path, repo: &Repo) -> Option<Cached> {
 ///
 /// # Errors
 /// Fails when a file cannot be read.
-pub async fn verify_cached(cached: &Cached) -> Result<Option<String>, crate::HubError> {
+pub async fn verify_cached(cached: &Cached) -> Result<Option<String>, HubError> {
     for name in required_files(&cached.path).unwrap_or_default() {
         let path = cached.path.join(&name);
         let Ok(blob) = std::fs::canonicalize(&path) else { return Ok(Some(name)) };
-        let blob_name = blob.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let Some(expected) = FileHash::sha256(blob_name).or_else(|| FileHash::git(blob_name)) else { continue };
-        let file = File::open(&blob).map_err(crate::HubError::disk("open", &blob))?;
-        let size_bytes = file.metadata().map_err(crate::HubError::disk("read", &blob))?.len();
+        let Some(expected) = blob_hash(&blob) else { continue };
+        let file = File::open(&blob).map_err(HubError::disk("open", &blob))?;
+        let size_bytes = file.metadata().map_err(HubError::disk("read", &blob))?.len();
         if hash(file, blob, expected, size_bytes).await? != expected {
             return Ok(Some(name));
         }
@@ -118,6 +180,27 @@ mod tests {
         }
         let other = Repo::new(RepoKind::Model, "org/name", "v2").unwrap();
         assert_eq!(find_cached(dir.path(), &other), None);
+    }
+
+    #[tokio::test]
+    async fn the_files_of_a_dataset_are_listed_with_their_hashes_and_a_damaged_one_is_not_taken() {
+        let dir = cache(&[("README.md", b"# Rows"), ("train.jsonl", b"{}\n"), ("gone.jsonl", b"1\n")]);
+        std::fs::rename(dir.path().join("models--org--name"), dir.path().join("datasets--org--name")).unwrap();
+        let repo = Repo::parse(RepoKind::Dataset, "org/name").unwrap();
+        let cached = find_snapshot(dir.path(), &repo).unwrap();
+        std::fs::remove_file(std::fs::canonicalize(cached.path.join("gone.jsonl")).unwrap()).unwrap();
+        std::fs::create_dir(cached.path.join("data")).unwrap();
+        std::fs::write(cached.path.join("data/copied.csv"), b"prompt\n").unwrap();
+        let files = cached.files().await.unwrap();
+        let paths: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
+        assert_eq!(paths, ["README.md", "data/copied.csv", "train.jsonl"]);
+        assert_eq!(cached.verified(&files[2]).await.unwrap(), Some(cached.path.join("train.jsonl")));
+        assert_eq!(find_cached(dir.path(), &repo), None, "only models are found whole");
+
+        let blob = std::fs::canonicalize(cached.path.join("train.jsonl")).unwrap();
+        std::fs::write(blob, b"[]\n").unwrap();
+        assert_eq!(cached.verified(&files[2]).await.unwrap(), None);
+        assert_eq!(cached.files().await.unwrap(), files, "the names of the blobs say the hashes");
     }
 
     #[tokio::test]

@@ -9,7 +9,7 @@ use rlood_types::outgoing::OutgoingError;
 pub enum HubError {
     /// Offline mode forbids all requests.
     #[error(
-        "offline mode is on (HF_HUB_OFFLINE), so {repo} cannot be downloaded: register a local folder, or turn offline mode off"
+        "offline mode is on (HF_HUB_OFFLINE), so {repo} cannot be downloaded, and the local cache does not have all its files: register a local folder or upload a file, or turn offline mode off"
     )]
     Offline {
         /// Id of the repository.

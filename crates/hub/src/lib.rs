@@ -26,7 +26,7 @@ mod part;
 mod progress;
 mod ranges;
 
-pub use cache::{Cached, find_cached, verify_cached};
+pub use cache::{Cached, find_cached, find_snapshot, verify_cached};
 pub use choose::{ConvertedFile, RepoPlan};
 pub use environment::{HubEnvironment, PUBLIC_ENDPOINT};
 pub use error::HubError;

@@ -89,7 +89,8 @@ impl ModelCard {
             for fused in [qkv, &[o], gate_up, &[down]] {
                 let tensor = |path: &&str| stored.get(format!("model.layers.{layer}.{path}.weight").as_str()).copied();
                 let tensors: Vec<&TensorLocation> = fused.iter().filter_map(tensor).collect();
-                let codes: Vec<&FourBitTensors> = tensors.iter().filter_map(|tensor| tensor.four_bit.as_deref()).collect();
+                let codes: Vec<&FourBitTensors> =
+                    tensors.iter().filter_map(|tensor| tensor.four_bit.as_deref()).collect();
                 let weights = tensors.iter().map(|tensor| tensor.num_elements() as u64).sum::<u64>();
                 if codes.is_empty() || codes.len() < fused.len() {
                     continue;

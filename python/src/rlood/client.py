@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Union, cast
 
 from . import types
-from .connection import opener
+from .connection import headers_of, opener
 from .errors import Error
 from .profile import Profile
 from .transfer import CUT, MOST_TRIES, FilePath, download_folder, events_of_job, form, media_type, pause_s, pieces_of, query_string
@@ -23,21 +23,20 @@ from .transfer import CUT, MOST_TRIES, FilePath, download_folder, events_of_job,
 TIMEOUT_S, WORK_TIMEOUT_S, LONGEST_WAIT_S = 60.0, 180.0, 30.0
 Rows = Iterable[Dict[str, Any]]
 Seconds = Optional[float]
+Maybe = Optional[str]
 
 
 class Client:
     """A client for the given server, else RLOOD_SERVER, a profile of `rlood login`, or http://127.0.0.1:8080."""
 
-    def __init__(self, server: Optional[str] = None, key: Optional[str] = None, profile: Optional[str] = None):
+    def __init__(self, server: Maybe = None, key: Maybe = None, profile: Maybe = None, hub_token: Maybe = None):
         found = Profile.find(server, key, profile)
-        self.server, self._key, self._opener = found.server, found.key, opener(found)
+        self.server, self._headers, self._opener = found.server, headers_of(found, hub_token), opener(found)
 
     def _open(self, method: str, path: str, body=None, headers=None, timeout=TIMEOUT_S, **query: Any):
         """Sends a request with retries. `body` creates the bytes (or chunks) for each attempt."""
         url = self.server + urllib.parse.quote(path) + query_string(query)
-        headers = {"Accept": "application/json", "User-Agent": "rlood-python", **(headers or {})}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        headers = {**self._headers, **(headers or {})}
         for failed in itertools.count(1):
             try:
                 request = urllib.request.Request(url, body and body(), headers, method=method)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import os
 import urllib.request
-from typing import Any
+from typing import Any, Dict, Optional
 
 from .profile import Profile
 
@@ -50,3 +51,12 @@ def opener(profile: Profile) -> urllib.request.OpenerDirector:
     """Returns an opener for requests to a server. It uses the environment's proxies unless the server is on this machine."""
     direct = [urllib.request.ProxyHandler({})] if profile.is_local() else []
     return urllib.request.build_opener(_Handler, _SecureHandler(profile.tls()), _NoRedirect, *direct)
+
+
+def headers_of(profile: Profile, hub_token: Optional[str]) -> Dict[str, str]:
+    """Returns the headers of every request. The Hugging Face token, or RLOOD_HUB_TOKEN, is for gated and private repositories."""
+    headers = {"Accept": "application/json", "User-Agent": "rlood-python"}
+    if profile.key:
+        headers["Authorization"] = f"Bearer {profile.key}"
+    token = (hub_token if hub_token is not None else os.environ.get("RLOOD_HUB_TOKEN", "")).strip()
+    return {**headers, "x-hub-token": token} if token else headers

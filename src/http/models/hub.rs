@@ -81,6 +81,11 @@ async fn build(state: &AppState, token: Option<crate::hub::Token>) -> Result<Hub
     Ok(Hub::new(client, HubSettings { token, offline: environment.offline, ..settings }))
 }
 
+/// Returns the local cache of huggingface_hub, if the caller may use it.
+pub(in crate::http) fn cache<'s>(state: &'s AppState, caller: &Caller) -> Option<&'s FsPath> {
+    state.config.hub.environment.cache.as_deref().filter(|_| has_own_rights(state, caller))
+}
+
 /// Whether this caller may use the server's own token and the cache of its account.
 fn has_own_rights(state: &AppState, caller: &Caller) -> bool {
     match state.config.hub.token_for {
@@ -97,7 +102,7 @@ pub(in crate::http) async fn inspect(
     repo: &Repo,
 ) -> Result<Inspected, Problem> {
     let environment = &state.config.hub.environment;
-    let cache = environment.cache.as_deref().filter(|_| has_own_rights(state, caller));
+    let cache = cache(state, caller);
     if environment.offline {
         let cached = cache.and_then(|cache| find_cached(cache, repo));
         let offline = || problem(&HubError::Offline { repo: repo.to_string() });

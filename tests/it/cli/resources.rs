@@ -2,7 +2,9 @@
 
 use serde_json::json;
 
-use super::{named, start};
+use super::{User, named, start};
+use crate::hub::{self, Faults};
+use crate::hub_models::{TOKEN, repository, serve};
 use crate::processes::model_copy;
 
 #[tokio::test]
@@ -23,6 +25,32 @@ async fn models_are_added_listed_shown_and_removed() {
     let refused = user.run(&["models", "remove", "tiny"]);
     assert_eq!(refused.code, 1, "{refused:?}");
     assert_eq!(server.get(&format!("/jobs/{id}")).await["state"], json!("queued"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_token_of_the_hub_is_sent_from_the_variable_or_the_flag() {
+    let fake = hub::start(repository(), Faults { gated: Some(TOKEN), ..Faults::default() }).await;
+    let mut user = User::new();
+    let server = serve(&user.path("data"), &fake, &[]);
+    user.variables.push(("RLOOD_SERVER".to_owned(), server.url.clone()));
+    let add = ["models", "add", "fake/tiny", "--wait"];
+    user.run(&add).failed(2, "gated");
+    let with_flag = user.run(&[&add[..], &["--hub-token", TOKEN]].concat());
+    assert!(!format!("{with_flag:?}").contains(TOKEN));
+    let id = with_flag.ok();
+    user.run(&["models", "remove", id.trim()]).ok();
+    user.variables.push(("RLOOD_HUB_TOKEN".to_owned(), TOKEN.to_owned()));
+    user.run(&add).ok();
+    assert!(
+        !user
+            .command(&["models", "--help"])
+            .output()
+            .unwrap()
+            .stdout
+            .windows(TOKEN.len())
+            .any(|part| part == TOKEN.as_bytes())
+    );
+    user.run(&["models", "list", "--hub-token", "a\nb"]).failed(2, "Hugging Face token");
 }
 
 #[tokio::test]

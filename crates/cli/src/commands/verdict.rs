@@ -27,7 +27,7 @@ pub struct Verdict {
     pub job: String,
 
     /// Checkpoint to compare with the base model: best, last, result, a step, or a checkpoint id (ckpt_…). Default:
-    /// the best, else the newest.
+    /// the best, else the newest; for a job that ended early, its result.
     #[arg(long, value_name = "WHICH")]
     pub checkpoint: Option<String>,
 

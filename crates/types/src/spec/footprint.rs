@@ -289,7 +289,11 @@ impl Footprint {
         let logits = filtered_bytes(plan, shape, rows);
         let prefill = F32 * prompt.min(PREFILL_TOKENS) * forward_width(shape);
         let rollout = kv_cache + logits.max(prefill);
-        PROCESS_BYTES + self::weight_bytes(plan, num_parameters, shape) + trained + rollout + rollout * ALLOCATOR_PERCENT / 100
+        PROCESS_BYTES
+            + self::weight_bytes(plan, num_parameters, shape)
+            + trained
+            + rollout
+            + rollout * ALLOCATOR_PERCENT / 100
     }
 
     /// Computes the footprint of a run on the CPU.
