@@ -311,8 +311,7 @@ impl<'a> Setting<'a> {
 
     /// Returns how linear layers are quantized when the model is loaded.
     pub fn four_bit(&self) -> Option<FourBitPlan> {
-        let (quant_type, is_nested) = self.args.load_in_4bit?.quantization();
-        Some(FourBitPlan { quant_type, is_nested })
+        four_bit(self.args)
     }
 
     /// Bytes per weight in the form that matrix products read.
@@ -336,6 +335,11 @@ impl<'a> Setting<'a> {
     pub fn prompts(&self, count: usize) -> Vec<Vec<u32>> {
         (0..count as u64).map(|prompt| self.tokens(prompt, self.args.prompt_len as usize)).collect()
     }
+}
+
+fn four_bit(args: &BenchArgs) -> Option<FourBitPlan> {
+    let (quant_type, is_nested) = args.load_in_4bit?.quantization();
+    Some(FourBitPlan { quant_type, is_nested })
 }
 
 fn value_bytes(dtype: Precision) -> u64 {

@@ -212,7 +212,7 @@ impl<'a> Generation<'a> {
         let seconds = MIN_SECONDS * f64::from(self.setting.args.steps);
         let first = repeat(times, seconds / 5.0, || self.generate(&ids, generations, 1))?;
         let tokens = (prompts * generations * completion) as f64;
-        let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes());
+        let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes(), self.setting.four_bit());
         let batch = |all: Timing| {
             // The duration is at least a nanosecond, because it is a divisor: with a tiny model, noise can make the difference
             // of two measurements zero.

@@ -1,15 +1,23 @@
 //! 4-bit matrices: the fixtures' codes come out of our own quantization, and their values have one rounding.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use half::bf16;
 use rlood_engine::backend::BackendKind;
+use rlood_engine::backend::cpu::Cpu;
 use rlood_engine::kernels::four_bit::{FourBit, Rounding, Scales};
+use rlood_engine::kernels::isa::Isa;
+use rlood_engine::kernels::threads::Threads;
 use rlood_engine::load::Weights;
 use rlood_engine::model::{Adapter, Policy};
 use rlood_engine::quantize::{FP4, NF4, quantize};
 use rlood_model_files as modelcard;
-use serde_json::Value;
+use rlood_types::spec::{ComputeDtype, QuantType};
+use serde_json::{Value, json};
+
+use crate::gradients::{as_rows, rows_of, weights};
+use crate::train::{Start, TestHost, plan, rows, train_model};
 
 const CASES: [&str; 4] = ["qwen3_nf4", "qwen3_nf4_single", "llama_nf4_skip", "llama_fp4"];
 
@@ -102,5 +110,103 @@ fn a_table_that_is_rounded_first_moves_the_logits_far_beyond_the_tolerance() {
         println!("{case}: exact {exact:.1e}, table in bf16 {rounded:.1e}");
         assert!(exact < 2e-4, "{case}: {exact}");
         assert!(rounded > 0.01, "{case}: {rounded}");
+    }
+}
+
+/// Writes the same model with its matrices expanded to bf16.
+fn expanded(case: &str, to: &Path) {
+    let dir = folder(case);
+    for entry in std::fs::read_dir(&dir).unwrap().map(Result::unwrap).filter(|entry| entry.path().is_file()) {
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+    let card = modelcard::read(&dir).unwrap();
+    let mut weights = Weights::open(&dir, &card);
+    let mut header = serde_json::Map::new();
+    let mut bytes: Vec<u8> = Vec::new();
+    for tensor in &card.tensors {
+        let values = weights.values(&tensor.name).unwrap().0;
+        let begin = bytes.len();
+        bytes.extend(values.iter().flat_map(|value| bf16::from_f32(*value).to_le_bytes()));
+        assert!(values.iter().all(|value| bf16::from_f32(*value).to_f32() == *value), "{}", tensor.name);
+        let entry = json!({"dtype": "BF16", "shape": tensor.shape, "data_offsets": [begin, bytes.len()]});
+        header.insert(tensor.name.clone(), entry);
+    }
+    let header = Value::Object(header).to_string();
+    let all = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes].concat();
+    std::fs::write(to.join("model.safetensors"), all).unwrap();
+    let path = to.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config.as_object_mut().unwrap().remove("quantization_config");
+    std::fs::write(path, config.to_string()).unwrap();
+}
+
+/// The bits of an adapter's gradient and of the log-probs.
+fn pass(dir: &Path, policy: &mut Policy) -> (Vec<u32>, Vec<u32>) {
+    policy.load_lora(&dir.join("lora")).unwrap();
+    let owned = rows_of(1);
+    let rows = as_rows(&owned);
+    let g = weights(&rows, 0);
+    let mut gradient = policy.zero_gradient().unwrap();
+    let scores = policy.forward_backward(&rows, 0.8, &mut |_| Ok(g.clone()), &mut gradient).unwrap();
+    let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<u32>>();
+    (bits(&gradient.values().unwrap()), scores.iter().flat_map(|score| bits(&score.logps)).collect())
+}
+
+#[test]
+fn every_instruction_set_gives_the_bits_of_the_expanded_base() {
+    for case in CASES {
+        let plain = tempfile::tempdir().unwrap();
+        expanded(case, plain.path());
+        for isa in Isa::available() {
+            for dtype in [ComputeDtype::F32, ComputeDtype::Bf16] {
+                let load = |dir: &Path| {
+                    let mut policy = Policy::on_cpu(dir, Cpu::with(dtype, isa, Arc::new(Threads::new(2)))).unwrap();
+                    pass(&folder(case), &mut policy)
+                };
+                assert!(load(&folder(case)) == load(plain.path()), "{case} {isa} {dtype:?}: other bits");
+            }
+        }
+    }
+}
+
+/// Runs a job on a model, and returns the adapter's bytes.
+fn job(dir: &Path, dtype: ComputeDtype, four_bit: Option<(QuantType, bool)>) -> Vec<u8> {
+    let mut plan = plan();
+    plan.training.dtype = dtype;
+    if let Some((quant_type, is_nested)) = four_bit {
+        plan.training.load_in_4bit = true;
+        plan.training.bnb_4bit_quant_type = quant_type;
+        plan.training.use_bnb_nested_quant = is_nested;
+    }
+    let mut host = TestHost::default();
+    assert_eq!(train_model(dir, &plan, rows(), Start::default(), &mut host).unwrap(), None);
+    for trace in &host.traces {
+        assert_eq!(trace.new_logps, trace.old_logps, "step {}: the first log-ratio is not 0", trace.step);
+    }
+    host.saved.last().unwrap().adapter()
+}
+
+#[test]
+fn a_job_ends_with_the_adapter_of_the_expanded_base_and_of_quantizing_at_load() {
+    for (case, four_bit) in [
+        ("qwen3_nf4", (QuantType::Nf4, true)),
+        ("qwen3_nf4_single", (QuantType::Nf4, false)),
+        ("llama_fp4", (QuantType::Fp4, true)),
+    ] {
+        let plain = tempfile::tempdir().unwrap();
+        expanded(case, plain.path());
+        // The base as it was before quantization.
+        let before = tempfile::tempdir().unwrap();
+        expanded(case, before.path());
+        std::fs::copy(folder(case).join("unquantised.safetensors"), before.path().join("model.safetensors")).unwrap();
+        for dtype in [ComputeDtype::F32, ComputeDtype::Bf16] {
+            let stored = job(&folder(case), dtype, None);
+            assert!(
+                job(plain.path(), dtype, None) == stored,
+                "{case} {dtype:?}: the expanded base gives another adapter"
+            );
+            assert!(job(before.path(), dtype, Some(four_bit)) == stored, "{case} {dtype:?}: quantizing at load");
+            assert!(job(before.path(), dtype, None) != stored, "{case} {dtype:?}: quantization has no effect");
+        }
     }
 }

@@ -464,6 +464,29 @@ mod tests {
     };
 
     #[test]
+    fn weights_in_four_bits_take_a_quarter() {
+        let mut plan = crate::spec::example::resolved(serde_json::json!({
+            "model": "m", "dataset": {"records": [{"prompt": "a"}, {"prompt": "b"}]},
+            "rewards": [{"type": "length", "min_words": 1, "max_words": 2}],
+            "training": {"prompts_per_step": 1, "dtype": "bf16"},
+        }));
+        let linear = packable_weights(&SHAPE);
+        let (all, bits) = (linear + 1000, |plan: &Plan, shape: &ModelShape| weight_bytes(plan, linear + 1000, shape));
+        assert_eq!(bits(&plan, &SHAPE), 2 * all);
+        plan.training.load_in_4bit = true;
+        let plain = bits(&plan, &SHAPE);
+        assert_eq!(plain, 2 * 1000 + linear / 2 + 4 * linear.div_ceil(64));
+        plan.training.use_bnb_nested_quant = true;
+        let nested = bits(&plan, &SHAPE);
+        assert!(nested < plain && (nested as f64) < 0.26 * 2.0 * all as f64 + 2000.0, "{nested} of {all}");
+        // Layers that are stored in 4 bits stay as they are.
+        let stored = ModelShape { four_bit_weights: linear, ..SHAPE };
+        assert_eq!(bits(&plan, &stored), plain);
+        plan.training.load_in_4bit = false;
+        assert_eq!(bits(&plan, &stored), plain);
+    }
+
+    #[test]
     fn a_window_bounds_the_cache_on_the_cpu_alone() {
         let windowed = ModelShape { num_windowed_layers: 20, window: 512, ..SHAPE };
         let cache = |shape: &ModelShape, tokens: u64| kv_cache_bytes(shape, (1, tokens), (4, tokens));
