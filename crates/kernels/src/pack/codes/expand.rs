@@ -74,7 +74,6 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::*;
-    use crate::gemm::tile::prefetch;
 
     /// Number of words ahead of the current ones at which codes are prefetched.
     const AHEAD: usize = 1024;
@@ -113,7 +112,8 @@ mod x86 {
                 let mut codes: [__m512i; 4] =
                     std::array::from_fn(|line| _mm512_load_si512(lines[line].0.as_ptr().cast()));
                 for line in lines {
-                    prefetch(line.0.as_ptr().wrapping_add(AHEAD));
+                    // A prefetch has no effect on memory, whatever the address.
+                    _mm_prefetch::<_MM_HINT_T0>(line.0.as_ptr().wrapping_add(AHEAD).cast());
                 }
                 for step in 0..8 {
                     for half in 0..2 {
