@@ -24,7 +24,7 @@ pub mod retention;
 mod reward;
 mod serve;
 
-pub use bench::{BenchArgs, BenchPart};
+pub use bench::{BenchArgs, BenchPart, FourBit};
 pub use device::{Isa, Precision};
 pub use edge::{Edge, EdgeArgs};
 pub use hub::{HubArgs, HubConfig, HubTokenFor};

@@ -42,7 +42,7 @@ use crate::config::{BenchArgs, BenchPart, Device, Precision, machine_threads};
 use crate::engine::error::EngineError;
 use crate::engine::random::{Key, Stream};
 use crate::modelcard::{self, ModelCard, ModelCardError};
-use crate::spec::ComputeDtype;
+use crate::spec::{ComputeDtype, FourBitPlan};
 
 /// The engine's thread needs a large stack for recursion over long sequences. Only pages that are touched use memory.
 const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
@@ -209,6 +209,9 @@ fn command_of(args: &BenchArgs, part: BenchPart, model_dir: &Path) -> Result<Com
     }
     command.arg("--beta").arg(args.beta.to_string()).arg("--dtype").arg(args.dtype.as_str());
     command.arg("--device").arg(args.device.to_string());
+    if let Some(format) = args.load_in_4bit {
+        command.arg("--load-in-4bit").arg(format.as_str());
+    }
     if args.gradient_checkpointing {
         command.arg("--gradient-checkpointing");
     }
@@ -306,6 +309,11 @@ impl<'a> Setting<'a> {
         }
     }
 
+    /// Returns how linear layers are quantized when the model is loaded.
+    pub fn four_bit(&self) -> Option<FourBitPlan> {
+        four_bit(self.args)
+    }
+
     /// Bytes per weight in the form that matrix products read.
     pub fn value_bytes(&self) -> u64 {
         value_bytes(self.args.dtype)
@@ -327,6 +335,11 @@ impl<'a> Setting<'a> {
     pub fn prompts(&self, count: usize) -> Vec<Vec<u32>> {
         (0..count as u64).map(|prompt| self.tokens(prompt, self.args.prompt_len as usize)).collect()
     }
+}
+
+fn four_bit(args: &BenchArgs) -> Option<FourBitPlan> {
+    let (quant_type, is_nested) = args.load_in_4bit?.quantization();
+    Some(FourBitPlan { quant_type, is_nested })
 }
 
 fn value_bytes(dtype: Precision) -> u64 {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use super::{Device, Precision};
+use crate::spec::QuantType;
 
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
@@ -40,6 +41,10 @@ pub struct BenchArgs {
     /// Precision of weights and of the inputs of matrix products.
     #[arg(long, default_value = "bf16", value_enum)]
     pub dtype: Precision,
+
+    /// Quantize linear layers to 4 bits: nf4 or fp4, with `-nested` also their scales to 8 bits.
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub load_in_4bit: Option<FourBit>,
 
     /// Number of measured steps, after one to warm up; other parts are repeated at least as often.
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
@@ -94,6 +99,41 @@ pub struct BenchArgs {
     /// Set by the command for its own processes: measure only those GPU limits that the other parts are compared with.
     #[arg(long, hide = true)]
     pub brief: bool,
+}
+
+/// The formats of `--load-in-4bit`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum FourBit {
+    /// NF4, with scales in f32.
+    Nf4,
+    /// NF4, with double quantization.
+    Nf4Nested,
+    /// FP4, with scales in f32.
+    Fp4,
+    /// FP4, with double quantization.
+    Fp4Nested,
+}
+
+impl FourBit {
+    /// Returns the value as written on the command line.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            FourBit::Nf4 => "nf4",
+            FourBit::Nf4Nested => "nf4-nested",
+            FourBit::Fp4 => "fp4",
+            FourBit::Fp4Nested => "fp4-nested",
+        }
+    }
+
+    /// Returns the 4-bit format, and whether scales are quantized too.
+    pub fn quantization(self) -> (QuantType, bool) {
+        match self {
+            FourBit::Nf4 => (QuantType::Nf4, false),
+            FourBit::Nf4Nested => (QuantType::Nf4, true),
+            FourBit::Fp4 => (QuantType::Fp4, false),
+            FourBit::Fp4Nested => (QuantType::Fp4, true),
+        }
+    }
 }
 
 /// The parts of `rlood bench`. Each runs in its own process.

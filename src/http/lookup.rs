@@ -369,7 +369,7 @@ fn model_facts(row: &ModelRow, card: &ModelCard) -> ModelFacts {
         num_parameters: card.num_parameters,
         size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
         has_chat_template: card.chat_template.is_some(),
-        shape: Some(config.shape()),
+        shape: Some(card.shape()),
         modules: config.module_names(),
         beyond_gpu: config.beyond_gpu(),
     }

@@ -36,12 +36,12 @@ export function Register({ onDone }) {
   return html`<div class="stack"><div class="fields">
       <${Input} label="Hugging Face model" hint="For example Qwen/Qwen3-0.6B or org/name@revision" errors=${errorsAt("/hub")} value=${hub} set=${setHub} />
       <${HubToken} value=${token} set=${setToken} />
-      <div class="field"><button type="button" disabled=${busy || !hub.trim()} onClick=${() => run(download)}>${busy ? "Checking…" : "Download"}</button></div>
+      <div class="field beside-label"><button type="button" disabled=${busy || !hub.trim()} onClick=${() => run(download)}>${busy ? "Checking…" : "Download"}</button></div>
     </div>
     <div class="fields">
       <${Input} label="Model ID" hint="For example Qwen/Qwen3-0.6B" errors=${errorsAt("/id")} value=${id} set=${setId} />
       <${Input} label="Directory on the server" hint="Contains config.json, tokenizer.json, *.safetensors" errors=${errorsAt("/source")} value=${source} set=${setSource} />
-      <div class="field"><button type="button" disabled=${busy || !id.trim() || !source.trim()} onClick=${() => run(register)}>${busy ? "Registering…" : "Register"}</button></div>
+      <div class="field beside-label"><button type="button" disabled=${busy || !id.trim() || !source.trim()} onClick=${() => run(register)}>${busy ? "Registering…" : "Register"}</button></div>
     </div>
     <${ProblemBox} error=${error} hasFields /></div>`;
 }

@@ -22,6 +22,7 @@ use std::sync::Arc;
 use super::error::{EngineError, Result};
 pub use super::kernels::head::{Chosen, Pick};
 pub use super::kernels::mlp::Activation;
+use super::load::Matrix;
 use super::ops::RopeTable;
 use super::ops::slices::{Heads, TokenScore};
 pub use flat::{Flat, Optimizer};
@@ -85,6 +86,11 @@ pub trait Buffers: Clone + Debug + Send + Sync + 'static {
     fn upload_vector(&self, values: Vec<f32>) -> Result<Self::Vector>;
     /// Uploads a row-major matrix `[out, inputs]` and its bias.
     fn upload_weight(&self, values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Self::Weight>;
+    /// Uploads matrices whose outputs follow each other, all with `inputs` inputs, and their biases. Backends without kernels for
+    /// 4-bit codes compute with the expanded values, whose bits are the same.
+    fn upload_matrices(&self, matrices: Vec<Matrix>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Self::Weight> {
+        self.upload_weight(concatenated(matrices), inputs, bias)
+    }
     /// Creates the weight of a norm from a range of parameters, each plus `offset`.
     fn vector_from(&self, parameters: &Self::FlatBuffer, place: Range<usize>, offset: f32) -> Result<Self::Vector>;
     /// Creates a matrix from parameters: the `[out, inputs]` weights and biases of each module, in
@@ -102,6 +108,18 @@ pub trait Buffers: Clone + Debug + Send + Sync + 'static {
 
     /// Waits for a tensor's values and returns them, row-major.
     fn download(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
+}
+
+/// Concatenates the values of matrices.
+fn concatenated(matrices: Vec<Matrix>) -> Vec<f32> {
+    let mut values = Vec::new();
+    for matrix in matrices {
+        match values.is_empty() {
+            true => values = matrix.into_values(),
+            false => values.extend(matrix.into_values()),
+        }
+    }
+    values
 }
 
 /// The operations of a forward pass, its loss and its backward pass, on f32 tensors `[rows, width]` and on

@@ -76,6 +76,7 @@ pub mod model;
 pub mod ops;
 pub mod optim;
 pub mod prompts;
+pub mod quantize;
 pub mod random;
 mod refill;
 mod relief;

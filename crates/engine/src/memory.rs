@@ -34,7 +34,7 @@ pub fn micro_batches(tokens: &[usize], num_generations: NonZeroUsize, max_tokens
 pub fn generation_rows(policy: &Policy, optimizer: OptimizerKind, tokens_per_row: usize) -> usize {
     let (card, dtype) = (policy.card(), policy.dtype());
     let held = footprint::held_bytes(dtype, card.num_parameters, optimizer, policy.flat().len() as u64);
-    footprint::generation_rows(policy.place(), dtype, &card.config.shape(), held, tokens_per_row as u64) as usize
+    footprint::generation_rows(policy.place(), dtype, &card.shape(), held, tokens_per_row as u64) as usize
 }
 
 /// Peak resident set size of this process in bytes, if the system reports it (Linux).

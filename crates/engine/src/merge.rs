@@ -55,7 +55,9 @@ impl MergedDtype {
         match tensor.scale.as_ref().map_or(tensor.dtype, |scale| scale.dtype) {
             TensorDtype::F32 => MergedDtype::Float32,
             TensorDtype::F16 => MergedDtype::Float16,
-            TensorDtype::Bf16 | TensorDtype::F8E4M3 => MergedDtype::Bfloat16,
+            TensorDtype::Bf16 | TensorDtype::F8E4M3 | TensorDtype::Nf4 | TensorDtype::Fp4 | TensorDtype::U8 => {
+                MergedDtype::Bfloat16
+            }
         }
     }
 
@@ -174,10 +176,11 @@ fn full_card(input: MergeInput<'_>) -> Result<ModelCard> {
     Ok(modelcard::read(input.checkpoint_dir)?)
 }
 
-/// The storage format of most weights of the base model.
+/// The storage format of most weights of the base model that are not 4-bit codes. Embeddings never are.
 fn most_common(card: &ModelCard) -> MergedDtype {
     let count = |dtype| {
-        let of_dtype = card.tensors.iter().filter(|tensor| MergedDtype::of(tensor) == dtype);
+        let stored = card.tensors.iter().filter(|tensor| !tensor.dtype.is_four_bit());
+        let of_dtype = stored.filter(|tensor| MergedDtype::of(tensor) == dtype);
         of_dtype.map(TensorLocation::num_elements).sum::<usize>()
     };
     let all = [MergedDtype::Bfloat16, MergedDtype::Float16, MergedDtype::Float32];
@@ -257,10 +260,10 @@ impl Merging {
         wrote: &mut dyn FnMut(&[u8]) -> Result<()>,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<bool> {
-        // A tensor stored in 8 bits with scales is widened as a whole.
-        let expanded = match (canonical, &location.scale) {
-            (Some(name), Some(_)) => Some(self.weights.values(name)?.0),
-            (Some(_) | None, _) => None,
+        // A tensor stored in 8 bits with scales, or in 4 bits, is widened as a whole.
+        let expanded = match canonical.filter(|_| location.scale.is_some() || location.four_bit.is_some()) {
+            Some(name) => Some(self.weights.values(name)?.0),
+            None => None,
         };
         let update = canonical.and_then(|name| self.updates.get(name));
         let width = tensor.shape.last().copied().unwrap_or(1).max(1);
@@ -273,7 +276,7 @@ impl Merging {
             let mut values = match &expanded {
                 Some(all) => all[part.start * width..part.end * width].to_vec(),
                 None => {
-                    let offset = (part.start * width * location.dtype.size_bytes()) as u64;
+                    let offset = location.dtype.bytes_of(part.start * width) as u64;
                     let shape = vec![part.len(), width];
                     let of_part =
                         TensorLocation { shape, offset_bytes: location.offset_bytes + offset, ..location.clone() };

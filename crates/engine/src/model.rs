@@ -24,10 +24,10 @@ use super::lora::Lora;
 pub use super::lora::ParameterInfo;
 use super::ops::slices::TokenScore;
 use crate::modelcard::{self, ModelCard};
-use crate::spec::ComputeDtype;
 #[cfg(feature = "cuda")]
 use crate::spec::footprint;
 use crate::spec::footprint::Place;
+use crate::spec::{ComputeDtype, FourBitPlan, TrainingPlan};
 pub use crate::trajectory::Trajectory;
 
 pub use decode::DecodeState;
@@ -90,6 +90,27 @@ impl Logits {
 /// A loss function of the engine: maps the new log-probs to dL/dlogp, `[row][token]`.
 pub type LossGradient<'l> = dyn FnMut(&[RowScore]) -> Result<Vec<Vec<f32>>> + 'l;
 
+/// The number formats that a model is computed with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Precision {
+    /// Precision of the matrix products.
+    pub dtype: ComputeDtype,
+    /// How linear layers are quantized when they are loaded; None means as stored.
+    pub load_in_4bit: Option<FourBitPlan>,
+}
+
+impl From<ComputeDtype> for Precision {
+    fn from(dtype: ComputeDtype) -> Self {
+        Precision { dtype, load_in_4bit: None }
+    }
+}
+
+impl From<&TrainingPlan> for Precision {
+    fn from(plan: &TrainingPlan) -> Self {
+        Precision { dtype: plan.dtype, load_in_4bit: plan.four_bit() }
+    }
+}
+
 /// A language model. The trained parameters are a LoRA adapter over frozen weights ([`Policy::add_lora`]), all
 /// weights ([`Policy::train_all`]), or none.
 #[derive(Debug)]
@@ -138,13 +159,19 @@ impl Policy {
     }
 
     /// Loads a model directory like [`Policy::load`], with matrices in this precision; sums are f32.
-    pub fn load_dtype(dir: &Path, kind: BackendKind, dtype: ComputeDtype) -> Result<Policy> {
-        Policy::load_card(dir, modelcard::read(dir)?, kind, dtype)
+    pub fn load_dtype(dir: &Path, kind: BackendKind, precision: impl Into<Precision>) -> Result<Policy> {
+        Policy::load_card(dir, modelcard::read(dir)?, kind, precision)
     }
 
     /// Loads a model directory like [`Policy::load_dtype`], with a card that was already read.
-    pub fn load_card(dir: &Path, card: ModelCard, kind: BackendKind, dtype: ComputeDtype) -> Result<Policy> {
-        let mut weights = Weights::open(dir, &card);
+    pub fn load_card(
+        dir: &Path,
+        card: ModelCard,
+        kind: BackendKind,
+        precision: impl Into<Precision>,
+    ) -> Result<Policy> {
+        let Precision { dtype, load_in_4bit } = precision.into();
+        let mut weights = Weights::open(dir, &card).quantized(load_in_4bit);
         let network = match kind {
             BackendKind::Cpu => Network::Cpu(Decoder::load(Cpu::new(dtype)?, &mut weights, &card.config)?),
             BackendKind::Reference => {
@@ -165,8 +192,13 @@ impl Policy {
 
     /// Loads a model directory like [`Policy::load`], with this CPU's precision, instructions and threads.
     pub fn on_cpu(dir: &Path, cpu: Cpu) -> Result<Policy> {
+        Policy::quantized_on_cpu(dir, cpu, None)
+    }
+
+    /// Loads a model directory like [`Policy::on_cpu`], and quantizes its linear layers.
+    pub fn quantized_on_cpu(dir: &Path, cpu: Cpu, load_in_4bit: Option<FourBitPlan>) -> Result<Policy> {
         let card = modelcard::read(dir)?;
-        let mut weights = Weights::open(dir, &card);
+        let mut weights = Weights::open(dir, &card).quantized(load_in_4bit);
         let dtype = cpu.dtype();
         let network = Network::Cpu(Decoder::load(cpu, &mut weights, &card.config)?);
         Ok(Policy { card, dtype, network, lora: None, full: None })

@@ -47,7 +47,7 @@ fn cannot_go_on(model: &Model, why: &str, plan: &Plan, data: &Data) -> String {
     let tokens = model.micro_batching.max_tokens;
     let longest = data.prompts.iter().map(|prompt| prompt.ids.len() as u64).max();
     let card = model.policy.card();
-    let (place, shape) = (model.policy.place(), card.config.shape());
+    let (place, shape) = (model.policy.place(), card.shape());
     let needs = Footprint::on(place, plan, card.num_parameters, &shape, longest, tokens as u64).total;
     let needs = needs.div_ceil(1 << 20);
     format!(

@@ -117,8 +117,11 @@ impl<'a> Run<'a> {
             start::choose_isa((backend, plan.training.dtype), previous_isa.as_deref(), Isa::requested())?;
         changed.map_or(Ok(()), |warning| host.event(warning))?;
         let mut policy = match isa {
-            Some(isa) => Policy::on_cpu(input.model_dir, Cpu::with_process_threads(plan.training.dtype, isa))?,
-            None => Policy::load_dtype(input.model_dir, backend, plan.training.dtype)?,
+            Some(isa) => {
+                let cpu = Cpu::with_process_threads(plan.training.dtype, isa);
+                Policy::quantized_on_cpu(input.model_dir, cpu, plan.training.four_bit())?
+            }
+            None => Policy::load_dtype(input.model_dir, backend, &plan.training)?,
         };
         if let Some(restored) = &mut restored {
             restored.state.isa = isa.map(|isa| isa.name().to_owned());

@@ -183,7 +183,9 @@ pub(super) fn skipped_warning(policy: &Policy) -> Option<Event> {
 
 /// The warning that the base model's weights lose precision in bf16.
 pub(super) fn rounding_warning(policy: &Policy, dtype: ComputeDtype) -> Option<Event> {
-    let stored = policy.card().tensors.iter().find(|tensor| tensor.dtype != TensorDtype::Bf16)?.dtype;
+    // The values of 4-bit codes are nearly always rounded to bf16 already.
+    let is_rounded = |dtype: TensorDtype| dtype != TensorDtype::Bf16 && !dtype.is_four_bit();
+    let stored = policy.card().tensors.iter().find(|tensor| is_rounded(tensor.dtype))?.dtype;
     if dtype != ComputeDtype::Bf16 {
         return None;
     }

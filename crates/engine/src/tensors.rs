@@ -152,6 +152,7 @@ impl Reader {
             shape: vec![length],
             offset_bytes: begin,
             scale: None,
+            four_bit: None,
         };
         read_values(&self.file, &location).map(Some).map_err(|source| self.io(source))
     }

@@ -105,7 +105,7 @@ fn the_cache_is_as_large_as_its_estimate() {
     // Models without windows, with a window in half of the layers, and with one in all of them.
     for name in ["qwen3", "gemma2", "mistral"] {
         let policy = load(name, ComputeDtype::F32);
-        let shape = policy.card().config.shape();
+        let shape = policy.card().shape();
         for (prompt, tokens) in [(3, 40), (3, 600), (600, 40), (600, 600), (600, 1500)] {
             let measured = cache_bytes(&policy, prompt, ROWS, tokens);
             let estimate = kv_cache_bytes(&shape, (1, prompt as u64), (ROWS as u64, tokens as u64)) as usize;

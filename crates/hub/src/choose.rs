@@ -150,13 +150,18 @@ fn without_weights(info: &RepoInfo) -> String {
 
 /// Returns why quantized weights cannot be trained, and what to use instead.
 fn quantization_problem(config: &Value) -> Option<String> {
-    let method = config["quantization_config"].as_object().map(|it| it.get("quant_method").and_then(Value::as_str));
-    // Checkpoints in block FP8 are expanded when they are loaded.
-    if let Some(method) = method.filter(|method| *method != Some("fp8")) {
+    if let Some(found) = config["quantization_config"].as_object() {
+        let is_four_bit =
+            ["load_in_4bit", "_load_in_4bit"].iter().any(|key| found.get(*key) == Some(&Value::Bool(true)));
+        let method = found.get("quant_method").and_then(Value::as_str);
+        // Block FP8 is expanded when it is loaded; bitsandbytes' 4 bits are used as they are.
+        if method == Some("fp8") || (method.is_none_or(|method| method == "bitsandbytes") && is_four_bit) {
+            return None;
+        }
         let method: String = method.unwrap_or("an unnamed method").chars().take(60).collect();
         return Some(format!(
-            "its weights are quantized ({method}), which cannot be trained yet: choose the unquantized model \
-             (base_model in its model card, or the name without -bnb-4bit, -AWQ, -GPTQ)"
+            "its weights are quantized ({method}), which cannot be trained: choose the unquantized model (base_model in its model \
+             card, or the name without -bnb-8bit, -AWQ, -GPTQ), or one in bitsandbytes' 4 bits"
         ));
     }
     let is_mlx = config["quantization"].get("bits").is_some();

@@ -14,6 +14,7 @@ use std::ops::Range;
 use super::gemm::Job;
 use super::gemm::pairs::{self, Block, Multiply, ROWS};
 use super::gemm::product::Scratch;
+use super::pack::PackedMatrix;
 pub(super) use calibration::{gain, refused};
 pub(super) use kernels::{PEAK_FLOPS, peak};
 
@@ -38,8 +39,15 @@ impl Multiply for Dpbf16 {
         }
     }
 
+    const ROWS_OF_CODES: usize = kernels::ROWS;
+
     fn rows_in_place(rows: usize) -> usize {
         rows
+    }
+
+    unsafe fn multiply_codes(block: &Block, weight: &PackedMatrix, panel: usize, steps: Range<usize>) -> bool {
+        // Safety: the caller guarantees what this `unsafe fn` requires.
+        unsafe { kernels::multiply_codes(block, weight, panel, steps) }
     }
 
     unsafe fn multiply(block: &Block) {

@@ -11,6 +11,7 @@ pub mod cuda;
 #[cfg(target_arch = "x86_64")]
 mod dpbf16;
 mod floats;
+pub mod four_bit;
 pub mod gemm;
 pub mod head;
 pub mod isa;

@@ -1,7 +1,16 @@
 //! Weight matrices in the order in which the kernels read them. The same packed matrix is used for decode,
 //! forward and backward products.
 
+mod codes;
+
+use std::ops::Range;
+
+use super::four_bit::FourBit;
 use super::threads::{Shared, Threads};
+use codes::Codes;
+pub(super) use codes::{CodeBlock, EXPAND_PORTABLE, Expand};
+#[cfg(target_arch = "x86_64")]
+pub(super) use codes::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, each_line};
 
 /// Number of outputs in a panel of a packed weight.
 pub const PANEL: usize = 32;
@@ -12,7 +21,7 @@ const DEPTH: usize = 32;
 /// Number of words in a line: half a panel.
 const LANES: usize = 16;
 
-/// The storage format of a packed weight's values.
+/// The format of a packed weight's values, for the kernels that multiply them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PackDtype {
     /// Values unchanged, as f32.
@@ -51,12 +60,16 @@ fn zeros_in_huge_pages(count: usize) -> Vec<Line> {
 /// |---|---|
 /// | f32 | `[n / 32][k][32]` f32 |
 /// | bf16 | `[n / 32][k / 2][32][2]` bf16, k padded to a multiple of 32: pairs of adjacent inputs, which is what AMX and AVX512-BF16 multiply (VNNI) |
+///
+/// A frozen weight may be stored in 4-bit codes instead. The kernels expand a block of a panel at a time to this layout.
 #[derive(Clone, Debug)]
 pub struct PackedMatrix {
     n: usize,
     k: usize,
     dtype: PackDtype,
+    /// The values; empty if the weight is stored in codes.
     lines: Vec<Line>,
+    codes: Option<Codes>,
 }
 
 impl PackedMatrix {
@@ -74,15 +87,30 @@ impl PackedMatrix {
         packed
     }
 
+    /// Packs matrices of 4-bit codes whose outputs follow each other, all with `k` inputs. Products compute with the values
+    /// in the format `dtype`. Returns None if the codes cannot be packed: if a block of weights with one scale is not a whole
+    /// part of a row and a multiple of 32, or if a matrix other than the last does not have a multiple of 32 outputs. Then pack
+    /// the values instead.
+    pub fn of_codes(threads: &Threads, matrices: &[FourBit], k: usize, dtype: PackDtype) -> Option<PackedMatrix> {
+        let codes = Codes::new(threads, matrices, k)?;
+        let n = matrices.iter().map(|matrix| matrix.len / k).sum();
+        Some(PackedMatrix { n, k, dtype, lines: Vec::new(), codes: Some(codes) })
+    }
+
+    /// Whether the weight is stored in 4-bit codes.
+    pub fn is_in_codes(&self) -> bool {
+        self.codes.is_some()
+    }
+
     fn zeros(n: usize, k: usize, dtype: PackDtype) -> PackedMatrix {
-        let mut packed = PackedMatrix { n, k, dtype, lines: vec![] };
+        let mut packed = PackedMatrix { n, k, dtype, lines: vec![], codes: None };
         packed.lines = zeros_in_huge_pages(packed.panels() * packed.panel_words() / LANES);
         packed
     }
 
     /// Replaces the values of the packed weight; the shape must be the same.
     pub fn set(&mut self, weight: &[f32]) {
-        assert_eq!(weight.len(), self.n * self.k, "another shape");
+        assert!(weight.len() == self.n * self.k && self.codes.is_none(), "another shape, or 4-bit codes");
         if weight.is_empty() {
             return;
         }
@@ -94,7 +122,7 @@ impl PackedMatrix {
 
     /// Replaces the values like [`PackedMatrix::set`], with all threads.
     pub fn set_on(&mut self, threads: &Threads, weight: &[f32]) {
-        assert_eq!(weight.len(), self.n * self.k, "another shape");
+        assert!(weight.len() == self.n * self.k && self.codes.is_none(), "another shape, or 4-bit codes");
         if weight.is_empty() {
             return;
         }
@@ -131,14 +159,27 @@ impl PackedMatrix {
 
     /// Memory of the packed weight in bytes.
     pub fn size_bytes(&self) -> usize {
-        self.lines.len() * size_of::<Line>()
+        self.lines.len() * size_of::<Line>() + self.codes.as_ref().map_or(0, Codes::size_bytes)
     }
 
     /// Unpacks one row (the weights of one output), with the values that the kernels use.
     pub fn row(&self, output: usize, out: &mut [f32]) {
         let (half, lane) = (output % PANEL / LANES, output % LANES);
         let lines = self.panel_words() / LANES;
-        let lines = self.lines[output / PANEL * lines..][..lines].chunks_exact(2).map(|pair| pair[half].0[lane]);
+        let panel = output / PANEL;
+        let mut expanded = Vec::new();
+        let lines = match &self.codes {
+            None => &self.lines[panel * lines..][..lines],
+            Some(codes) => {
+                expanded.resize(lines, Line::default());
+                // Safety: the portable function needs no instructions, and the buffer has room for a panel.
+                unsafe {
+                    codes.expand(&EXPAND_PORTABLE, panel, 0..self.k, self.dtype, expanded.as_mut_ptr().cast());
+                }
+                &expanded
+            }
+        };
+        let lines = lines.chunks_exact(2).map(|pair| pair[half].0[lane]);
         let out = &mut out[..self.k];
         match self.dtype {
             PackDtype::F32 => out.iter_mut().zip(lines).for_each(|(out, word)| *out = f32::from_bits(word)),
@@ -162,10 +203,58 @@ impl PackedMatrix {
             }
     }
 
-    /// Address of a panel's first word.
+    /// Address of a panel's first word. The weight is not stored in codes.
     pub(super) fn panel(&self, panel: usize) -> *const u32 {
         let lines = self.panel_words() / LANES;
         self.lines[panel * lines..(panel + 1) * lines].as_ptr().cast()
+    }
+
+    /// Address of a panel's words from the first of these inputs on. Codes of the inputs, whole groups of 32, are expanded into
+    /// `room` first.
+    ///
+    /// # Safety
+    /// The machine supports the instructions of `expand`.
+    pub(super) unsafe fn words(
+        &self,
+        expand: &Expand,
+        panel: usize,
+        inputs: Range<usize>,
+        room: &mut Vec<Line>,
+    ) -> *const u32 {
+        let words_of = |inputs: usize| match self.dtype {
+            PackDtype::F32 => inputs * PANEL,
+            PackDtype::Bf16 => inputs.div_ceil(2) * PANEL,
+        };
+        let Some(codes) = &self.codes else { return self.panel(panel).wrapping_add(words_of(inputs.start)) };
+        debug_assert!(inputs.start.is_multiple_of(DEPTH), "codes are expanded in groups of 32 inputs");
+        let inputs = inputs.start..inputs.end.next_multiple_of(DEPTH).min(self.k);
+        let lines = words_of(inputs.len()) / LANES;
+        if room.len() < lines {
+            room.resize(lines, Line::default());
+        }
+        // Safety: the caller guarantees the instructions, and the buffer has room for the inputs.
+        unsafe { codes.expand(expand, panel, inputs, self.dtype, room.as_mut_ptr().cast()) };
+        room.as_ptr().cast()
+    }
+
+    /// Passes the blocks of a panel's 4-bit codes to `f`, see [`Codes::each_exact_block`]. Returns whether there are such codes.
+    pub(super) fn each_exact_block(&self, panel: usize, inputs: Range<usize>, f: impl FnMut(&CodeBlock<'_>)) -> bool {
+        self.codes.as_ref().is_some_and(|codes| codes.each_exact_block(panel, inputs, f))
+    }
+
+    /// Address to prefetch: a panel's codes or words from an input on, which may lie beyond the weight.
+    pub(super) fn ahead(&self, panel: usize, input: usize) -> *const u32 {
+        match &self.codes {
+            Some(codes) => codes.at(panel, input),
+            None => {
+                let words = panel * self.panel_words()
+                    + match self.dtype {
+                        PackDtype::F32 => input * PANEL,
+                        PackDtype::Bf16 => input / 2 * PANEL,
+                    };
+                self.lines.as_ptr().cast::<u32>().wrapping_add(words)
+            }
+        }
     }
 }
 

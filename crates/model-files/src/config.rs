@@ -280,7 +280,8 @@ impl ModelDescription {
         self.num_attention_heads / self.num_key_value_heads
     }
 
-    /// Returns the sizes that determine the memory that training needs.
+    /// Returns the sizes that determine the memory that training needs, without 4-bit weights, see
+    /// [`ModelCard::shape`](super::ModelCard::shape).
     pub fn shape(&self) -> ModelShape {
         let windows = || self.windows.iter().flatten();
         ModelShape {
@@ -293,6 +294,8 @@ impl ModelDescription {
             vocab_size: self.vocab_size as u64,
             num_windowed_layers: windows().count() as u64,
             window: windows().max().map_or(0, |window| *window as u64),
+            four_bit_weights: 0,
+            nested_four_bit_weights: 0,
         }
     }
 

@@ -160,6 +160,7 @@ impl ModelDescription {
     fn of_family(keys: &Keys, family: &Family) -> Result<ModelDescription, ModelCardError> {
         let file = keys.file;
         let fp8_block = fp8_block(keys)?;
+        check_four_bit(keys)?;
         check_unsupported(keys, family)?;
         let usual = |key: &str| family.sizes.iter().find(|(name, _)| *name == key).map(|(_, size)| *size);
         let size = |key: &str| keys.size(key, usual(key));
@@ -235,7 +236,9 @@ impl ModelDescription {
 
 /// Rejects keys of config.json that would change the computation and that the model's family does not read.
 fn check_unsupported(keys: &Keys<'_>, family: &Family) -> Result<(), ModelCardError> {
-    let is_read = |key: &str| family.reads.contains(&key) || (key == "quantization_config" && is_fp8(keys));
+    let is_read = |key: &str| {
+        family.reads.contains(&key) || (key == "quantization_config" && (is_fp8(keys) || is_four_bit(keys)))
+    };
     for (key, neutral) in UNSUPPORTED.into_iter().filter(|(key, _)| !is_read(key)) {
         if let Some(found) = keys.get(key) {
             let harmless = match found {
@@ -243,6 +246,11 @@ fn check_unsupported(keys: &Keys<'_>, family: &Family) -> Result<(), ModelCardEr
                 Value::Number(n) => n.as_f64() == neutral.or(Some(0.0)),
                 _ => false,
             };
+            if !harmless && key == "quantization_config" {
+                let advice = "supported are fp8 and bitsandbytes in 4 bits (nf4, fp4); use the 16-bit model that this one was made from \
+                              (base_model in its model card, or the name without -bnb-8bit, -GPTQ, -AWQ and the like)";
+                return keys.refuse(key, found, advice);
+            }
             if !harmless {
                 return keys.refuse(key, found, "this setting is not supported; use a model without it");
             }
@@ -254,6 +262,29 @@ fn check_unsupported(keys: &Keys<'_>, family: &Family) -> Result<(), ModelCardEr
 /// Returns whether the checkpoint stores weights in 8 bits with separate scales: the `fp8` format of transformers.
 fn is_fp8(keys: &Keys<'_>) -> bool {
     keys.get("quantization_config").is_some_and(|value| value["quant_method"] == "fp8")
+}
+
+/// Returns whether the checkpoint stores weights in bitsandbytes' 4-bit formats. The tensors in the files decide which ones.
+fn is_four_bit(keys: &Keys<'_>) -> bool {
+    let is_set = |config: &Value, key: &str| config[key] == Value::Bool(true);
+    keys.get("quantization_config").is_some_and(|config| {
+        // transformers 5 has an underscore before these two keys as well.
+        let method = config.get("quant_method").is_none_or(|method| method == "bitsandbytes");
+        method && (is_set(config, "load_in_4bit") || is_set(config, "_load_in_4bit")) && !is_set(config, "load_in_8bit")
+    })
+}
+
+/// Rejects 4-bit codes that are stored in tensors of another format, which FSDP needs.
+fn check_four_bit(keys: &Keys<'_>) -> Result<(), ModelCardError> {
+    let found = &keys.value["quantization_config"]["bnb_4bit_quant_storage"];
+    if !is_four_bit(keys) || found.is_null() || found == "uint8" {
+        return Ok(());
+    }
+    keys.refuse(
+        "quantization_config.bnb_4bit_quant_storage",
+        found,
+        "supported is uint8: quantize the model with that storage",
+    )
 }
 
 /// Reads the rows and columns of a block of 8-bit weights that shares a scale; None means one scale per matrix.

@@ -16,8 +16,10 @@ pub mod weights;
 use rlood_templates as jinja;
 use rlood_types::digest::Sha256Digest;
 use rlood_types::protocol::FileEntry;
+use rlood_types::spec::ModelShape;
 use rlood_types::{spec, strict_json};
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -27,7 +29,7 @@ use sha2::{Digest, Sha256};
 
 pub use classifier::{Backbone, ClassifierCard};
 pub use config::{Activation, LayerNorms, ModelDescription, Projections, QkNorm, QueryGrowth, Rope, RopeKind};
-pub use weights::{Scale, Skipped, TensorDtype, TensorLocation, precision};
+pub use weights::{FourBitTensors, Scale, Skipped, TensorDtype, TensorLocation, precision};
 
 /// The reason why a model directory cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -75,6 +77,34 @@ pub struct ModelCard {
     pub skipped: Option<Skipped>,
 }
 
+impl ModelCard {
+    /// Returns the sizes that determine the memory that training needs. Layers that the engine fuses are kept in 4 bits only if
+    /// all of them are stored so.
+    pub fn shape(&self) -> ModelShape {
+        let mut shape = self.config.shape();
+        let stored: HashMap<&str, &TensorLocation> =
+            self.tensors.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
+        let Projections { qkv, o, gate_up, down } = self.config.projections;
+        for layer in 0..self.config.num_hidden_layers {
+            for fused in [qkv, &[o], gate_up, &[down]] {
+                let tensor = |path: &&str| stored.get(format!("model.layers.{layer}.{path}.weight").as_str()).copied();
+                let tensors: Vec<&TensorLocation> = fused.iter().filter_map(tensor).collect();
+                let codes: Vec<&FourBitTensors> =
+                    tensors.iter().filter_map(|tensor| tensor.four_bit.as_deref()).collect();
+                let weights = tensors.iter().map(|tensor| tensor.num_elements() as u64).sum::<u64>();
+                if codes.is_empty() || codes.len() < fused.len() {
+                    continue;
+                }
+                match codes.iter().all(|codes| codes.nested.is_some()) {
+                    true => shape.nested_four_bit_weights += weights,
+                    false => shape.four_bit_weights += weights,
+                }
+            }
+        }
+        shape
+    }
+}
+
 /// Reads and validates a model directory.
 pub fn read(dir: &Path) -> Result<ModelCard, ModelCardError> {
     read_with_config(dir, "config.json")
@@ -116,6 +146,9 @@ pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, Mode
 fn model_files(dir: &Path, config_file: &str, tensors: &[TensorLocation]) -> Vec<ModelFile> {
     let mut names: Vec<String> = tensors.iter().map(|t| t.file.clone()).collect();
     names.extend(tensors.iter().filter_map(|t| t.scale.as_ref()).map(|scale| scale.values.file.clone()));
+    names.extend(
+        tensors.iter().filter_map(|t| t.four_bit.as_ref()).flat_map(|codes| codes.all().map(|t| t.file.clone())),
+    );
     names.extend(OTHER_FILES.iter().map(|n| (*n).to_owned()));
     names.push(config_file.to_owned());
     names.sort();

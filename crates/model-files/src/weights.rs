@@ -26,32 +26,59 @@ pub enum TensorDtype {
     Bf16,
     /// 8-bit float: 4 bits of exponent, 3 of fraction, no infinity.
     F8E4M3,
+    /// bitsandbytes' 4-bit NormalFloat: codes of a table, with a scale per block.
+    Nf4,
+    /// bitsandbytes' 4-bit float: codes of a table, with a scale per block.
+    Fp4,
+    /// Bytes, which describe the values of another tensor.
+    U8,
 }
 
 impl TensorDtype {
-    /// Returns the size of one element in bytes.
-    pub fn size_bytes(self) -> usize {
+    /// Returns the size of one element in bits.
+    pub fn size_bits(self) -> usize {
         match self {
-            TensorDtype::F32 => 4,
-            TensorDtype::F16 | TensorDtype::Bf16 => 2,
-            TensorDtype::F8E4M3 => 1,
+            TensorDtype::F32 => 32,
+            TensorDtype::F16 | TensorDtype::Bf16 => 16,
+            TensorDtype::F8E4M3 | TensorDtype::U8 => 8,
+            TensorDtype::Nf4 | TensorDtype::Fp4 => 4,
         }
     }
 
-    /// Returns the short name of the number format: `f32`, `f16`, `bf16` or `fp8`.
+    /// Returns the size of this number of elements in bytes.
+    pub fn bytes_of(self, elements: usize) -> usize {
+        (elements * self.size_bits()).div_ceil(8)
+    }
+
+    /// Returns the short name of the number format: `f32`, `f16`, `bf16`, `fp8`, `nf4`, `fp4` or `u8`.
     pub fn name(self) -> &'static str {
         match self {
             TensorDtype::F32 => "f32",
             TensorDtype::F16 => "f16",
             TensorDtype::Bf16 => "bf16",
             TensorDtype::F8E4M3 => "fp8",
+            TensorDtype::Nf4 => "nf4",
+            TensorDtype::Fp4 => "fp4",
+            TensorDtype::U8 => "u8",
         }
+    }
+
+    /// Whether values are 4-bit codes.
+    pub fn is_four_bit(self) -> bool {
+        matches!(self, TensorDtype::Nf4 | TensorDtype::Fp4)
     }
 }
 
 /// Returns the number format in which most of a model's weights are stored; `None` = there are no tensors.
 pub fn precision(tensors: &[TensorLocation]) -> Option<TensorDtype> {
-    let formats = [TensorDtype::F32, TensorDtype::F16, TensorDtype::Bf16, TensorDtype::F8E4M3];
+    let formats = [
+        TensorDtype::F32,
+        TensorDtype::F16,
+        TensorDtype::Bf16,
+        TensorDtype::F8E4M3,
+        TensorDtype::Nf4,
+        TensorDtype::Fp4,
+    ];
     let stored = |dtype: TensorDtype| -> usize {
         tensors.iter().filter(|tensor| tensor.dtype == dtype).map(TensorLocation::num_elements).sum()
     };
@@ -73,6 +100,29 @@ pub struct TensorLocation {
     pub offset_bytes: u64,
     /// The scales by which stored 8-bit values are multiplied; None for other formats.
     pub scale: Option<Box<Scale>>,
+    /// The tensors that describe stored 4-bit codes; None for other formats.
+    pub four_bit: Option<Box<FourBitTensors>>,
+}
+
+/// The tensors that describe a weight matrix in 4 bits, as bitsandbytes stores it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FourBitTensors {
+    /// The values of the 16 codes (`quant_map`), in f32.
+    pub table: TensorLocation,
+    /// The scale of each block of weights (`absmax`), in f32; with double quantization in 8-bit codes.
+    pub scales: TensorLocation,
+    /// The description in JSON (`quant_state`): sizes of blocks, shape, number format of the values.
+    pub state: TensorLocation,
+    /// The values of 256 codes (`nested_quant_map`) and their scales (`nested_absmax`), with double quantization.
+    pub nested: Option<(TensorLocation, TensorLocation)>,
+}
+
+impl FourBitTensors {
+    /// Lists all these tensors.
+    pub fn all(&self) -> impl Iterator<Item = &TensorLocation> {
+        let nested = self.nested.iter().flat_map(|(table, scales)| [table, scales]);
+        [&self.table, &self.scales, &self.state].into_iter().chain(nested)
+    }
 }
 
 /// The scales of a weight matrix that is stored in 8 bits.
@@ -94,7 +144,7 @@ impl TensorLocation {
 
     /// Returns the size of the tensor in bytes.
     pub fn size_bytes(&self) -> usize {
-        self.num_elements() * self.dtype.size_bytes()
+        self.dtype.bytes_of(self.num_elements())
     }
 }
 
@@ -127,12 +177,40 @@ pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<Tensor
     let needed = scales.iter().map(|(name, shape, _)| (name.clone(), shape.clone())).collect();
     let located = locate_spelled(dir, needed, config.is_part)?;
     let dtype = config.fp8_dtype;
+    for location in found.iter_mut().filter(|location| location.dtype.is_four_bit()) {
+        location.four_bit = Some(Box::new(locate_four_bit(dir, location, config.is_part)?));
+    }
     let scales =
         located.into_iter().zip(scales).map(|(values, (_, _, block))| Box::new(Scale { values, block, dtype }));
     for (location, scale) in found.iter_mut().filter(|location| scaled(location)).zip(scales) {
         location.scale = Some(scale);
     }
     Ok(found)
+}
+
+/// Locates the tensors that describe a matrix of 4-bit codes.
+fn locate_four_bit(dir: &Path, of: &TensorLocation, is_part: bool) -> Result<FourBitTensors, ModelCardError> {
+    let mut files = Files::new(dir, is_part)?;
+    let mut located = |suffix: &str, dtypes: &[TensorDtype]| {
+        let name = format!("{}.{suffix}", of.name);
+        let location = files.find(&name)?.ok_or_else(|| missing(&of.file, &name))?;
+        if dtypes.contains(&location.dtype) {
+            return Ok(location);
+        }
+        let detail =
+            format!("tensor {name} is stored as {}, which is not a format of bitsandbytes", location.dtype.name());
+        Err(ModelCardError::new(&of.file, detail))
+    };
+    let table = located("quant_map", &[TensorDtype::F32])?;
+    let scales = located("absmax", &[TensorDtype::F32, TensorDtype::U8])?;
+    let state = located(&format!("quant_state.bitsandbytes__{}", of.dtype.name()), &[TensorDtype::U8])?;
+    let nested = match scales.dtype {
+        TensorDtype::U8 => {
+            Some((located("nested_quant_map", &[TensorDtype::F32])?, located("nested_absmax", &[TensorDtype::F32])?))
+        }
+        _ => None,
+    };
+    Ok(FourBitTensors { table, scales, state, nested })
 }
 
 /// Tensors of a multimodal checkpoint that its text part does not need.
@@ -235,29 +313,93 @@ fn locate_spelled(
     needed: Vec<(String, Vec<usize>)>,
     is_part: bool,
 ) -> Result<Vec<TensorLocation>, ModelCardError> {
-    let files = weight_files(dir)?;
-    let mut headers: BTreeMap<&str, Header> = BTreeMap::new();
-    let mut found = Vec::new();
-    for (canonical, shape) in needed {
-        let spellings = spellings(&canonical, is_part);
-        let file = match &files {
+    let mut files = Files::new(dir, is_part)?;
+    needed.into_iter().map(|(name, shape)| files.locate(&name, &shape)).collect()
+}
+
+/// What the header of a file says about a tensor.
+struct Entry {
+    file: String,
+    name: String,
+    /// The tensor, if its elements are numbers or bytes.
+    location: Option<TensorLocation>,
+    /// The tensor's format, if its elements are not supported as numbers.
+    unsupported: Option<String>,
+}
+
+/// Describes a matrix of 4-bit codes by the shape of its values.
+fn four_bit(
+    codes: TensorLocation,
+    canonical: &str,
+    dtype: TensorDtype,
+    shape: &[usize],
+) -> Result<TensorLocation, ModelCardError> {
+    let (stored, needed) = (codes.num_elements(), dtype.bytes_of(shape.iter().product()));
+    if stored != needed || shape.len() != 2 {
+        let detail = format!(
+            "tensor {canonical} has {stored} bytes of 4-bit codes, but config.json asks for {shape:?}, which take {needed}: weights and \
+             config.json are of different models"
+        );
+        return Err(ModelCardError::new(codes.file, detail));
+    }
+    Ok(TensorLocation { name: canonical.to_owned(), dtype, shape: shape.to_vec(), ..codes })
+}
+
+/// The files with a model's weights, and their headers.
+struct Files<'d> {
+    dir: &'d Path,
+    is_part: bool,
+    names: WeightFiles,
+    headers: BTreeMap<String, Header>,
+}
+
+impl<'d> Files<'d> {
+    fn new(dir: &'d Path, is_part: bool) -> Result<Self, ModelCardError> {
+        Ok(Files { dir, is_part, names: weight_files(dir)?, headers: BTreeMap::new() })
+    }
+
+    /// Looks up a tensor in the file that should contain it; None = the index does not list the tensor.
+    fn look_up(&mut self, canonical: &str) -> Result<Option<Entry>, ModelCardError> {
+        let spellings = spellings(canonical, self.is_part);
+        let file = match &self.names {
             WeightFiles::Single(file) => file,
-            WeightFiles::Sharded(map) => {
-                spellings.iter().find_map(|name| map.get(name)).ok_or_else(|| missing(INDEX, &canonical))?
-            }
+            WeightFiles::Sharded(map) => match spellings.iter().find_map(|name| map.get(name)) {
+                Some(file) => file,
+                None => return Ok(None),
+            },
         };
-        if !headers.contains_key(file.as_str()) {
-            headers.insert(file, read_header(dir, file)?);
+        if !self.headers.contains_key(file) {
+            self.headers.insert(file.clone(), read_header(self.dir, file)?);
         }
-        let Some(header) = headers.get(file.as_str()) else { continue };
+        let Some(header) = self.headers.get(file) else { return Ok(None) };
         let is_here = |name: &String| header.tensors.contains_key(name) || header.unsupported.contains_key(name);
-        let name = spellings.into_iter().find(is_here).unwrap_or_else(|| canonical.clone());
-        if let Some(dtype) = header.unsupported.get(&name) {
-            let detail =
-                format!("tensor {name} is stored as {dtype}; supported are BF16, F16, F32 and F8_E4M3 with scales");
-            return Err(ModelCardError::new(file, detail));
+        let name = spellings.into_iter().find(is_here).unwrap_or_else(|| canonical.to_owned());
+        let location = header.tensors.get(&name).or_else(|| header.bytes.get(&name)).cloned();
+        let unsupported = header.unsupported.get(&name).cloned();
+        Ok(Some(Entry { file: file.clone(), name, location, unsupported }))
+    }
+
+    /// Locates a tensor of numbers or bytes, whatever its shape.
+    fn find(&mut self, canonical: &str) -> Result<Option<TensorLocation>, ModelCardError> {
+        Ok(self.look_up(canonical)?.and_then(|entry| entry.location))
+    }
+
+    /// Locates a tensor of this shape. A matrix of 4-bit codes has the shape of its values.
+    fn locate(&mut self, canonical: &str, shape: &[usize]) -> Result<TensorLocation, ModelCardError> {
+        let entry = self.look_up(canonical)?.ok_or_else(|| missing(INDEX, canonical))?;
+        let Entry { file, name, location, unsupported } = entry;
+        if let Some(stored) = unsupported {
+            return match (location, self.four_bit_format(canonical)?) {
+                (Some(codes), Some(dtype)) => four_bit(codes, canonical, dtype, shape),
+                _ => {
+                    let detail = format!(
+                        "tensor {name} is stored as {stored}; supported are BF16, F16, F32, F8_E4M3 with scales, and bitsandbytes' 4 bits"
+                    );
+                    Err(ModelCardError::new(file, detail))
+                }
+            };
         }
-        let location = header.tensors.get(&name).ok_or_else(|| missing(file, &name))?;
+        let location = location.ok_or_else(|| missing(&file, &name))?;
         if location.shape != shape {
             let detail = format!(
                 "tensor {name} has shape {:?}, but config.json asks for {shape:?}: weights and config.json are of different models",
@@ -265,9 +407,18 @@ fn locate_spelled(
             );
             return Err(ModelCardError::new(file, detail));
         }
-        found.push(TensorLocation { name: canonical, ..location.clone() });
+        Ok(TensorLocation { name: canonical.to_owned(), ..location })
     }
-    Ok(found)
+
+    /// Returns the format of 4-bit codes, if a tensor that describes them is present.
+    fn four_bit_format(&mut self, canonical: &str) -> Result<Option<TensorDtype>, ModelCardError> {
+        for dtype in [TensorDtype::Nf4, TensorDtype::Fp4] {
+            if self.find(&format!("{canonical}.quant_state.bitsandbytes__{}", dtype.name()))?.is_some() {
+                return Ok(Some(dtype));
+            }
+        }
+        Ok(None)
+    }
 }
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -324,8 +475,10 @@ fn weight_files(dir: &Path) -> Result<WeightFiles, ModelCardError> {
 pub struct Header {
     /// Tensors in a supported number format, by name.
     pub tensors: BTreeMap<String, TensorLocation>,
-    /// The number formats of the tensors that are not supported, by tensor name.
+    /// The number formats of the tensors that are not supported as numbers, by tensor name.
     pub unsupported: BTreeMap<String, String>,
+    /// Tensors of bytes, by name. They are in `unsupported` too.
+    pub bytes: BTreeMap<String, TensorLocation>,
 }
 
 /// Reads the header of a safetensors file: 8 bytes of length, then JSON.
@@ -381,7 +534,7 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
             continue;
         };
         let elements = entry.shape.iter().try_fold(1u64, |product, d| product.checked_mul(*d));
-        if elements.and_then(|n| n.checked_mul(dtype.size_bytes() as u64)) != Some(end - begin) {
+        if elements.and_then(|n| n.checked_mul(dtype.size_bits() as u64 / 8)) != Some(end - begin) {
             return Err(damaged(format!(
                 "tensor {name} with elements of {} and the shape {:?} does not have the size of {} bytes that the header gives",
                 entry.dtype,
@@ -396,8 +549,14 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
             shape: entry.shape.iter().map(|d| *d as usize).collect(),
             offset_bytes: 8 + header_bytes + begin,
             scale: None,
+            four_bit: None,
         };
-        result.tensors.insert(name, location);
+        if dtype == TensorDtype::U8 {
+            result.unsupported.insert(name.clone(), entry.dtype);
+            result.bytes.insert(name, location);
+        } else {
+            result.tensors.insert(name, location);
+        }
     }
     spans.sort();
     cover(&spans, data_bytes).map_err(damaged)?;
@@ -426,6 +585,7 @@ fn dtype(name: &str) -> Option<TensorDtype> {
         "F16" => Some(TensorDtype::F16),
         "BF16" => Some(TensorDtype::Bf16),
         "F8_E4M3" => Some(TensorDtype::F8E4M3),
+        "U8" => Some(TensorDtype::U8),
         _ => None,
     }
 }

@@ -70,7 +70,7 @@ fn compare(task: &GenerateTask, device: &str, deadline: Instant) -> Result<Gener
     check_limits(task, &card, prompt.ids.len() as u64).map_err(GenerateError::Refused)?;
 
     let run = GenerateRun { task, text: &text, prompt: &prompt, deadline };
-    let load = |dir: &Path| Policy::load_dtype(dir, backend, plan.training.dtype);
+    let load = |dir: &Path| Policy::load_dtype(dir, backend, &plan.training);
     let mut policy = load(&task.model_dir)?;
     let base = run.completions(&policy)?;
     match plan.lora {
@@ -97,7 +97,7 @@ fn check_limits(task: &GenerateTask, card: &ModelCard, prompt_tokens: u64) -> Re
         );
         return Err(FieldError::new("/prompt", "prompt_too_long", detail));
     }
-    let needed = Footprint::of_generation(plan, card.num_parameters, &card.config.shape(), prompt_tokens);
+    let needed = Footprint::of_generation(plan, card.num_parameters, &card.shape(), prompt_tokens);
     match task.memory_limit_bytes {
         Some(limit) if needed > limit => {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);

@@ -190,7 +190,7 @@ fn sample_both(
     let eval = EvalPlan { temperature: task.sampling.temperature, ..eval.clone() };
     let sampler = Sampler::for_evaluation(&plan.sampling, &eval);
     let run = SamplingRun { task: &task, text: &text, sampler, longest };
-    let mut policy = Policy::load_dtype(&task.model_dir, backend, plan.training.dtype).map_err(error)?;
+    let mut policy = Policy::load_dtype(&task.model_dir, backend, &plan.training).map_err(error)?;
     for set in &mut sets {
         set.base = run.completions(&policy, &set.prompts, &mut progress).map_err(error)?;
     }
@@ -209,7 +209,7 @@ fn sample_both(
 fn check_memory(task: &JudgeTask, card: &modelcard::ModelCard, longest: u64) -> Result<(), VerdictError> {
     let mut plan = task.plan.clone();
     plan.rloo.num_generations = task.sampling.num_generations.try_into().unwrap_or(plan.rloo.num_generations);
-    let needed = Footprint::of_generation(&plan, card.num_parameters, &card.config.shape(), longest);
+    let needed = Footprint::of_generation(&plan, card.num_parameters, &card.shape(), longest);
     match task.memory_limit_bytes {
         Some(limit) if needed > limit => {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);

@@ -554,6 +554,8 @@ class Totals(_TotalsRequired, total=False):
     greedy_completions: int
     max_refill_completions: int
 
+QuantType = Literal["nf4", "fp4"]
+
 ComputeDtype = Literal["f32", "bf16"]
 
 
@@ -567,10 +569,13 @@ class _TrainingPlanRequired(TypedDict):
 class TrainingPlan(_TrainingPlanRequired, total=False):
     """Batch sizes, number of steps, seed and precision."""
 
+    bnb_4bit_quant_type: QuantType
     dtype: ComputeDtype
     gradient_checkpointing: bool
+    load_in_4bit: bool
     max_attempts: Optional[int]
     micro_batch_tokens: int
+    use_bnb_nested_quant: bool
 
 AdapterId = str
 
@@ -1601,8 +1606,10 @@ class JobSpecRloo(TypedDict, total=False):
 class JobSpecTraining(TypedDict, total=False):
     """Batches, length, seed."""
 
+    bnb_4bit_quant_type: Literal["nf4", "fp4"]
     dtype: Literal["f32", "bf16"]
     gradient_checkpointing: bool
+    load_in_4bit: bool
     max_attempts: Optional[int]
     max_steps: int
     micro_batch_tokens: int
@@ -1610,6 +1617,7 @@ class JobSpecTraining(TypedDict, total=False):
     prompts_per_step: int
     seed: int
     shuffle_dataset: bool
+    use_bnb_nested_quant: bool
 
 
 class _JobSpecWarmStartAdapter1Required(TypedDict):

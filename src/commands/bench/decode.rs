@@ -14,7 +14,7 @@ use crate::engine::backend::BackendKind;
 use crate::engine::backend::Module;
 use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
 use crate::engine::memory::peak_resident_bytes;
-use crate::engine::model::{Adapter, Policy};
+use crate::engine::model::{Adapter, Policy, Precision};
 use crate::engine::random::{Key, Stream};
 use crate::engine::sampling::Sampler;
 use crate::engine::text::Text;
@@ -212,7 +212,7 @@ impl<'a> Generation<'a> {
         let seconds = MIN_SECONDS * f64::from(self.setting.args.steps);
         let first = repeat(times, seconds / 5.0, || self.generate(&ids, generations, 1))?;
         let tokens = (prompts * generations * completion) as f64;
-        let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes());
+        let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes(), self.setting.four_bit());
         let batch = |all: Timing| {
             // The duration is at least a nanosecond, because it is a divisor: with a tiny model, noise can make the difference
             // of two measurements zero.
@@ -245,7 +245,11 @@ impl<'a> Generation<'a> {
 /// Loads the model with a new adapter on every linear layer.
 pub(super) fn policy(setting: &Setting<'_>) -> Result<Policy, BenchError> {
     let kind = BackendKind::of_device(&setting.args.device.to_string())?;
-    let mut policy = Policy::load_dtype(&setting.model_dir, kind, setting.dtype())?;
+    let mut policy = Policy::load_dtype(
+        &setting.model_dir,
+        kind,
+        Precision { dtype: setting.dtype(), load_in_4bit: setting.four_bit() },
+    )?;
     policy.set_gradient_checkpointing(setting.args.gradient_checkpointing);
     let rank = setting.args.lora_r;
     let config = policy.card().config.clone();

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::random_model::word;
 use super::{BenchError, Setting};
-use crate::config::{Device, machine_memory_bytes};
+use crate::config::{Device, FourBit, machine_memory_bytes};
 use crate::engine;
 use crate::engine::host::PromptRow;
 use crate::engine::text::Text;
@@ -36,6 +36,7 @@ pub(super) fn plan(
     steps: u64,
 ) -> Result<Plan, BenchError> {
     let args = setting.args;
+    let (quant_type, is_nested) = args.load_in_4bit.map(FourBit::quantization).unwrap_or_default();
     let (spec, errors) = JobSpec::read(json!({
         "model": "bench",
         "dataset": {"id": crate::id::DatasetId::new()},
@@ -45,6 +46,8 @@ pub(super) fn plan(
         "lora": {"r": args.lora_r, "alpha": args.lora_r, "target_modules": "all-linear"},
         "optimizer": {"learning_rate": 1e-4, "lr_scheduler_type": "constant"},
         "training": {"prompts_per_step": args.prompts, "max_steps": steps, "dtype": args.dtype.as_str(),
+                     "load_in_4bit": args.load_in_4bit.is_some(), "bnb_4bit_quant_type": quant_type,
+                     "use_bnb_nested_quant": is_nested,
                      "gradient_checkpointing": args.gradient_checkpointing.then_some(true),
                      "micro_batch_tokens": args.micro_batch_tokens},
         "checkpoints": {"every_steps": steps},
@@ -67,7 +70,7 @@ pub(super) fn plan(
             num_parameters: card.num_parameters,
             size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
             has_chat_template: false,
-            shape: Some(card.config.shape()),
+            shape: Some(card.shape()),
             modules: card.config.module_names(),
             beyond_gpu: card.config.beyond_gpu(),
         }),
@@ -91,7 +94,7 @@ fn place(device: Device) -> Place {
 fn footprint(setting: &Setting<'_>, plan: &Plan, micro_batch_tokens: u64) -> Footprint {
     let (card, prompt) = (&setting.card, Some(u64::from(setting.args.prompt_len)));
     let place = place(setting.args.device);
-    Footprint::on(place, plan, card.num_parameters, &card.config.shape(), prompt, micro_batch_tokens)
+    Footprint::on(place, plan, card.num_parameters, &card.shape(), prompt, micro_batch_tokens)
 }
 
 /// Returns the estimated memory of whole training steps, in MiB.

@@ -11,7 +11,7 @@ use super::requests::RequestFigures;
 use super::shape::Weights;
 use super::step::{StepFigures, StepTimes};
 use super::training::TrainingFigures;
-use super::{BenchError, io, value_bytes};
+use super::{BenchError, four_bit, io, value_bytes};
 use crate::config::BenchArgs;
 use crate::modelcard::ModelCard;
 
@@ -281,7 +281,7 @@ impl<'a> Report<'a> {
                 "head_dim": config.head_dim,
                 "intermediate_size": config.intermediate_size,
                 "vocab_size": config.vocab_size,
-                "decode_bytes_per_step": weights.bytes_per_step(value_bytes(args.dtype)),
+                "decode_bytes_per_step": weights.bytes_per_step(value_bytes(args.dtype), four_bit(args)),
             }),
         );
         all.insert(

@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 
 use super::BenchError;
 use crate::modelcard::ModelDescription;
+use crate::spec::FourBitPlan;
 
 /// The dimensions of a Qwen3 decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -160,9 +161,13 @@ impl Weights {
     }
 
     /// Returns the minimum number of bytes that one decode step reads: every matrix with `value_bytes` per weight, and
-    /// the adapter in f32.
-    pub fn bytes_per_step(&self, value_bytes: u64) -> u64 {
-        (self.linear + self.head) * value_bytes + self.lora * 4
+    /// the adapter in f32. Linear layers in 4 bits have a scale per block of 64, in f32 or with double quantization in 8 bits.
+    pub fn bytes_per_step(&self, value_bytes: u64, four_bit: Option<FourBitPlan>) -> u64 {
+        let linear = match four_bit {
+            None => self.linear * value_bytes,
+            Some(FourBitPlan { is_nested, .. }) => self.linear / 2 + self.linear / 64 * if is_nested { 1 } else { 4 },
+        };
+        linear + self.head * value_bytes + self.lora * 4
     }
 
     /// Returns the FLOPs of the forward pass and dX over this many tokens, of which the output head processes `scored`. The

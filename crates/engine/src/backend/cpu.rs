@@ -13,14 +13,16 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use super::types::gathered;
 use super::{
     Activation, AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers, Choice, Chosen, Compute, Decode,
-    Flat, FullSlot, Head, HeadBackward, LinearBackward, Rotation,
+    Flat, FullSlot, Head, HeadBackward, LinearBackward, Rotation, concatenated,
 };
 use crate::error::{EngineError, Result};
 use crate::kernels::attention::Segments;
+use crate::kernels::four_bit::FourBit;
 use crate::kernels::head::{self, Normalizer};
 use crate::kernels::isa::Isa;
 use crate::kernels::pack::{PackDtype, PackedMatrix};
 use crate::kernels::threads::Threads;
+use crate::load;
 use crate::ops::RopeTable;
 use crate::ops::slices::{Heads, TokenScore};
 use crate::spec::{ComputeDtype, footprint};
@@ -116,6 +118,20 @@ impl Buffers for Cpu {
     fn upload_weight(&self, values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Weight> {
         let matrix = Arc::new(PackedMatrix::new_on(&self.threads, &values, inputs, self.dtype));
         Ok(Weight { matrix, bias: bias.map(Arc::new) })
+    }
+
+    fn upload_matrices(&self, matrices: Vec<load::Matrix>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Weight> {
+        let codes = |matrix: &load::Matrix| match matrix {
+            load::Matrix::FourBit(codes) => Some(FourBit::clone(codes)),
+            load::Matrix::Values(_) => None,
+        };
+        let packed = matrices.iter().map(codes).collect::<Option<Vec<FourBit>>>();
+        let packed = packed.and_then(|codes| PackedMatrix::of_codes(&self.threads, &codes, inputs, self.dtype));
+        match packed {
+            Some(matrix) => Ok(Weight { matrix: Arc::new(matrix), bias: bias.map(Arc::new) }),
+            // A layer that is quantized in part only, or blocks that do not fit the kernels.
+            None => self.upload_weight(concatenated(matrices), inputs, bias),
+        }
     }
 
     fn vector_from(&self, parameters: &Vec<f32>, place: Range<usize>, offset: f32) -> Result<Arc<Vec<f32>>> {

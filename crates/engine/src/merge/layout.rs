@@ -71,19 +71,17 @@ impl FilePlan {
             .filter(|tensor| tensor.file == file)
             .map(|tensor| (tensor.offset_bytes, tensor))
             .collect();
-        let scales: Vec<(&str, u64)> = card
-            .tensors
-            .iter()
-            .filter_map(|tensor| tensor.scale.as_ref())
-            .map(|scale| (scale.values.file.as_str(), scale.values.offset_bytes))
-            .collect();
+        let of_scale = card.tensors.iter().filter_map(|tensor| tensor.scale.as_ref()).map(|scale| &scale.values);
+        let of_codes = card.tensors.iter().filter_map(|tensor| tensor.four_bit.as_ref()).flat_map(|codes| codes.all());
+        let scales: Vec<(&str, u64)> =
+            of_scale.chain(of_codes).map(|tensor| (tensor.file.as_str(), tensor.offset_bytes)).collect();
         let mut entries: Vec<_> = header.tensors().into_iter().collect();
         entries.sort_by_key(|(_, info)| info.data_offsets.0);
         let mut tensors = Vec::with_capacity(entries.len());
         for (name, info) in entries {
             let (begin, end) = info.data_offsets;
             let offset = 8 + size + begin as u64;
-            // Leave out the scales of widened tensors, and a head that is the same as the embedding.
+            // Leave out the scales and tables of widened tensors, and a head that is the same as the embedding.
             let is_scale =
                 scales.contains(&(file, offset)) || (!scales.is_empty() && name.ends_with(".activation_scale"));
             if is_scale || (card.config.tie_word_embeddings && name.ends_with("lm_head.weight")) {
@@ -108,6 +106,7 @@ impl FilePlan {
                         shape: info.shape.clone(),
                         offset_bytes: offset,
                         scale: None,
+                        four_bit: None,
                     };
                     TensorKind::Floats { location, canonical: None }
                 }
@@ -123,8 +122,10 @@ impl FilePlan {
                     TensorKind::Bytes { dtype, offset, length: (end - begin) as u64 }
                 }
             };
-            let num_elements = info.shape.iter().product::<usize>() as u64;
-            tensors.push(TensorPlan { name, shape: info.shape.clone(), num_elements, kind });
+            // 4-bit codes are stored in another shape than their values.
+            let shape = known.map_or_else(|| info.shape.clone(), |known| known.shape.clone());
+            let num_elements = shape.iter().product::<usize>() as u64;
+            tensors.push(TensorPlan { name, shape, num_elements, kind });
         }
         Ok(Self { file: file.to_owned(), tensors })
     }

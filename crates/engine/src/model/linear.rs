@@ -8,7 +8,7 @@ use crate::backend::{
     AdapterBackward, AdapterBlock, AdapterPass, AdapterShape, Compute, FullSlot, LinearBackward, Mask, Module,
 };
 use crate::error::{EngineError, Result};
-use crate::load::Weights;
+use crate::load::{Matrix, Weights};
 use crate::lora::Slot;
 
 /// The rows of a fused layer that belong to one PEFT module.
@@ -55,26 +55,22 @@ impl<B: Compute> Linear<B> {
     /// Fuses the weights (and biases) of the modules at these paths under `prefix` (such as
     /// `model.layers.0`) into one layer.
     pub fn load(backend: &B, weights: &mut Weights, prefix: &str, paths: &[&str], bias: bool) -> Result<Self> {
-        let (mut parts, mut values, mut bias_values) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut parts, mut matrices, mut bias_values) = (Vec::new(), Vec::new(), Vec::new());
         let mut begin = 0;
         for path in paths {
             let module = Module::from_path(path)
                 .ok_or_else(|| EngineError::Input(format!("'{path}' is not the name of a linear layer")))?;
             let name = format!("{prefix}.{path}");
-            let (weight, shape) = weights.values(&format!("{name}.weight"))?;
-            if values.is_empty() {
-                values = weight;
-            } else {
-                values.extend(weight);
-            }
+            let (matrix, shape) = weights.matrix(&format!("{name}.weight"))?;
             if bias {
                 bias_values.extend(weights.values(&format!("{name}.bias"))?.0);
             }
+            matrices.push(matrix);
             parts.push(Part { module, begin, out: shape[0] });
             begin += shape[0];
         }
-        let inputs = values.len() / begin.max(1);
-        let weight = backend.upload_weight(values, inputs, bias.then_some(bias_values))?;
+        let inputs = matrices.iter().map(Matrix::len).sum::<usize>() / begin.max(1);
+        let weight = backend.upload_matrices(matrices, inputs, bias.then_some(bias_values))?;
         Ok(Linear { parts, inputs, has_bias: bias, weight, lora: None, full: Vec::new() })
     }
 

@@ -175,7 +175,7 @@ fn the_estimate_is_near_the_peak_of_the_device() {
         make(size, dir.path());
         let card = rlood_model_files::read(dir.path()).unwrap();
         let tokens = u64::from(case.micro_batch_tokens);
-        let (plan, shape) = (case.plan(), card.config.shape());
+        let (plan, shape) = (case.plan(), card.shape());
         let needs = Footprint::on(place, &plan, card.num_parameters, &shape, Some(PROMPT_TOKENS as u64), tokens);
         let estimate = needs.total - needs.process - needs.allocator;
         let result = case.run(dir.path());

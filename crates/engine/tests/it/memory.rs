@@ -135,7 +135,7 @@ fn estimate(kind: Kind, dir: &Path) -> Footprint {
     let card = rlood_model_files::read(dir).unwrap();
     let plan = plan_of(kind);
     let micro_batch_tokens = u64::from(plan.training.micro_batch_tokens);
-    Footprint::of(&plan, card.num_parameters, &card.config.shape(), Some(PROMPT_TOKENS), micro_batch_tokens)
+    Footprint::of(&plan, card.num_parameters, &card.shape(), Some(PROMPT_TOKENS), micro_batch_tokens)
 }
 
 /// A host that keeps nothing, like a worker.

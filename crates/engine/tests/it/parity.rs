@@ -37,12 +37,11 @@ pub type Worst = BTreeMap<&'static str, f64>;
 
 /// Cases that are not supported yet: a JSON pointer into config.json, and the value there. Entries may only be removed. Each meets a
 /// case of the fixtures, which has config.json and expected.json only: a model is refused before its weights are read.
-const REFUSED: [(&str, &str); 5] = [
+const REFUSED: [(&str, &str); 4] = [
     ("/model_type", "gpt_oss"),
     ("/model_type", "qwen3_5"),
     ("/model_type", "qwen3_5_text"),
     ("/model_type", "qwen3_moe"),
-    ("/quantization_config/quant_method", "bitsandbytes"),
 ];
 /// The error for adapters that the GPU kernels do not support.
 const REFUSED_ADAPTERS_ON_GPU: &str =

@@ -120,14 +120,14 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
         let near_f32 = if rounds_inputs { BF16_F32_ROUNDED } else { BF16_F32 };
         near_f32.holds(&format!("{name}, from f32"), from_exact);
         // The error must not be much larger than that of the oracle, which rounds more. AMX and AVX512-BF16 round the
-        // inputs of products too, but not the f32 sums. The largest difference over a few tokens varies: measured with
-        // AMX, up to 1.63 times the oracle's.
-        let factor = if rounds_inputs { 2.0 } else { 1.5 };
+        // inputs of products too, but not the f32 sums. The largest difference over a few tokens varies: measured up
+        // to 1.63 times the oracle's with AMX, 2.17 times with AVX512-BF16 (llama_nf4_skip).
+        let factor = if rounds_inputs { 2.5 } else { 1.5 };
         let allowed = Tolerance { logps: factor * oracles.logps + 1e-5, gradient: factor * oracles.gradient + 1e-5 };
         allowed.holds(&format!("{name}, from f32 as the oracle"), from_exact);
         // Results must differ from f32 at all, unless the weights are stored in bf16.
         let tensors = rlood_model_files::read(&dir).unwrap().tensors;
-        let is_short = tensors.iter().all(|tensor| tensor.dtype.size_bytes() <= 2);
+        let is_short = tensors.iter().all(|tensor| tensor.dtype.size_bits() <= 16);
         assert!(is_short || from_exact.logps > 1e-6, "{name}: {from_exact:?}");
     }
 }

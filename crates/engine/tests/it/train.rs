@@ -20,7 +20,7 @@ use rlood_types::rollout::{RewardSample, RewardValue, Segments};
 use rlood_types::spec::{
     Arithmetic, CheckpointPlan, Combine, ComputeDtype, DatasetPlan, DoctorPlan, Estimator, EvalPlan, KlEstimator, KlIn,
     LengthPlan, LoraPlan, Loss, LrSchedulerType, MICRO_BATCH_TOKENS, ModelPlan, OptimizerKind, OptimizerPlan, Plan,
-    PromptKey, RewardKind, RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
+    PromptKey, QuantType, RewardKind, RewardNormalization, RewardPlan, RlooPlan, SamplingPlan, Totals, TrainingPlan,
 };
 use serde_json::{Map, json};
 
@@ -97,6 +97,9 @@ pub fn plan() -> Plan {
             warmup_steps: 0,
         },
         training: TrainingPlan {
+            load_in_4bit: false,
+            bnb_4bit_quant_type: QuantType::Nf4,
+            use_bnb_nested_quant: false,
             gradient_checkpointing: false,
             prompts_per_step: 2,
             max_steps: 3,

@@ -30,13 +30,17 @@ async fn a_plan_names_the_commit_and_the_files_that_a_model_needs() {
 }
 
 #[tokio::test]
-async fn a_checkpoint_in_block_fp8_can_be_downloaded() {
-    let mut files = model();
-    let config =
-        json!({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}});
-    files.insert("config.json".to_owned(), config.to_string().into_bytes());
-    let running = start(files, Faults::default()).await;
-    running.client().plan_model(&tiny()).await.unwrap();
+async fn checkpoints_in_block_fp8_and_in_four_bits_can_be_downloaded() {
+    for quantization in [
+        json!({"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        json!({"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4"}),
+    ] {
+        let mut files = model();
+        let config = json!({"model_type": "qwen3", "quantization_config": quantization});
+        files.insert("config.json".to_owned(), config.to_string().into_bytes());
+        let running = start(files, Faults::default()).await;
+        running.client().plan_model(&tiny()).await.unwrap();
+    }
 }
 
 #[tokio::test]

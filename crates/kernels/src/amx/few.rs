@@ -40,7 +40,8 @@ const LONG: usize = 512;
 /// Whether [`product`] supports these products, for one tile of rows.
 pub(super) fn takes(parts: &Parts<'_, '_>) -> bool {
     let mut jobs = parts.iter().flatten().map(|(job, ..)| job);
-    jobs.clone().next().is_some_and(|first| first.sum.len() >= LONG) && jobs.all(|job| job.side == Side::Forward)
+    jobs.clone().next().is_some_and(|first| first.sum.len() >= LONG)
+        && jobs.all(|job| job.side == Side::Forward && !job.weight.is_in_codes())
 }
 
 /// Computes the outputs of panels for rows that fit into one tile, with untransposed weights.

@@ -5,9 +5,9 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::super::isa::Isa;
-use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
+use super::super::pack::{EXPAND_AVX512, EXPAND_AVX512_BF16, Expand, Line, PANEL, PackDtype, PackedMatrix};
 use super::super::threads::{Shared, Threads};
-use super::product::{Scratch, copy, pieces, room, transpose, transposed_words};
+use super::product::{EXPANDED, Scratch, copy, pieces, room, transpose, transposed_words};
 use super::tile::tile_kernels;
 use super::{Job, Side, Start};
 
@@ -125,11 +125,22 @@ pub(in super::super) fn transpose_all(threads: &Threads, weight: &PackedMatrix, 
     threads.split(panels, |some| {
         for panel in some {
             // Safety: the machine has AVX-512, and each thread writes other panels of the transposed weight.
-            unsafe { transpose(tile_kernels(Isa::Avx512), weight, panel, &(0..weight.n()), out.at(panel * words)) };
+            unsafe {
+                let kernels = tile_kernels(Isa::Avx512);
+                transpose(kernels, expand_for_pairs(), weight, panel, &(0..weight.n()), out.at(panel * words));
+            }
         }
     });
     // Safety: index 0 is inside the buffer.
     Transposed(unsafe { out.at(0).cast_const().cast() })
+}
+
+/// The functions that expand 4-bit codes on this machine, which has AVX-512.
+fn expand_for_pairs() -> &'static Expand {
+    match std::arch::is_x86_feature_detected!("avx512bf16") {
+        true => &EXPAND_AVX512_BF16,
+        false => &EXPAND_AVX512,
+    }
 }
 
 /// An instruction that multiplies pairs of bf16: how its products are divided, and the product of one block.
@@ -157,6 +168,18 @@ pub(in super::super) trait Multiply {
     /// # Safety
     /// The machine has the instruction, and the pointers are valid for all rows and steps.
     unsafe fn multiply(block: &Block);
+
+    /// Maximum number of rows that are multiplied with 4-bit codes as they are expanded, without storing them in between.
+    const ROWS_OF_CODES: usize = 0;
+
+    /// Adds the products of steps of a panel's 4-bit codes to the sums; `block.weights` is not used. Returns false, without having
+    /// added any, if the codes must be expanded first.
+    ///
+    /// # Safety
+    /// The same as for [`Multiply::multiply`], for up to [`Multiply::ROWS_OF_CODES`] rows.
+    unsafe fn multiply_codes(_: &Block, _: &PackedMatrix, _: usize, _: Range<usize>) -> bool {
+        false
+    }
 
     /// Computes the products of one tile of rows in another way, if there is one. Returns whether there is.
     ///
@@ -216,7 +239,7 @@ pub(in super::super) unsafe fn product<M: Multiply>(
     rows: Range<usize>,
     panels: Range<usize>,
 ) {
-    let Scratch { inputs, transposed, edge, .. } = scratch;
+    let Scratch { inputs, transposed, expanded, edge, .. } = scratch;
     let transposes = jobs.iter().any(|job| job.side == Side::Backward && job.transposed.is_none());
     for rows in pieces(rows, if transposes { M::ROWS_TRANSPOSING } else { M::ROWS_AT_ONCE }) {
         let tiles = rows.len().div_ceil(ROWS);
@@ -246,7 +269,7 @@ pub(in super::super) unsafe fn product<M: Multiply>(
                 }
                 for panel in panels.clone() {
                     // Safety: the caller guarantees the bounds; `sums` has room for all rows of one panel.
-                    unsafe { one_panel::<M>(parts.iter().flatten(), &rows, panel, transposed, sums) };
+                    unsafe { one_panel::<M>(&parts, &rows, panel, (transposed, expanded), sums) };
                 }
             }
         }
@@ -256,65 +279,83 @@ pub(in super::super) unsafe fn product<M: Multiply>(
 /// Computes a panel's outputs for a range of rows: blocks of weights one after another, each for all rows. Between two
 /// blocks the partial sums are stored in `sums`. The first block starts from the initial value (zero, bias, residual or
 /// existing output); the last one writes the outputs.
-unsafe fn one_panel<'a, 'j: 'a, M: Multiply>(
-    parts: impl Iterator<Item = &'a (&'a Job<'j>, Tiled, Range<usize>)> + Clone,
+unsafe fn one_panel<M: Multiply>(
+    parts: &Parts<'_, '_>,
     rows: &Range<usize>,
     panel: usize,
-    transposed: &mut Vec<Line>,
+    (transposed, expanded): (&mut Vec<Line>, &mut Vec<Line>),
     sums: *mut f32,
 ) {
-    let at_once = M::steps_at_once(rows.len());
-    let blocks = parts.flat_map(|(job, tiled, sum)| {
-        let depth = job.depth(panel);
-        let begins = sum.start <= depth.start;
-        let depth = sum.start.max(depth.start)..sum.end.min(depth.end);
-        let depth = depth.start..depth.end.max(depth.start);
-        pieces(depth.clone(), at_once).map(move |block| (*job, tiled, begins && block.start == depth.start, block))
+    let depths = parts.each_ref().map(|part| {
+        part.as_ref().map_or(0..0, |(job, _, sum)| {
+            let depth = job.depth(panel);
+            sum.start.max(depth.start)..sum.end.min(depth.end)
+        })
     });
-    let mut blocks = blocks.peekable();
-    let Some((first, ..)) = blocks.peek() else { return };
+    let (Some(first), Some(last)) =
+        (depths.iter().position(|depth| !depth.is_empty()), depths.iter().rposition(|depth| !depth.is_empty()))
+    else {
+        return;
+    };
+    let Some((first, ..)) = &parts[first] else { return };
     let (valid, column) = (valid(first, panel), panel * PANEL);
     let whole = if valid == PANEL { M::rows_in_place(rows.len()) } else { 0 };
     let edge = rows.start + whole..rows.end;
-    let mut fresh = true;
-    let mut out = Output { at: sums, stride: PANEL };
-    while let Some((job, tiled, begins, block)) = blocks.next() {
+    let waiting = Output { at: sums, stride: PANEL };
+    let (mut fresh, mut out) = (true, waiting);
+    for (index, depth) in depths.iter().enumerate() {
+        let Some((job, tiled, sum)) = &parts[index] else { continue };
         // Safety: the caller guarantees what this `unsafe fn` requires.
-        unsafe {
-            let begin = Begin::of(job, begins, rows.start, column);
-            let y = Output { at: job.y(rows.start, column), stride: job.stride };
-            if fresh {
-                begin.copy(edge.clone(), rows.start, valid, sums);
-                out = y;
+        let y = Output { at: unsafe { job.y(rows.start, column) }, stride: job.stride };
+        let is_stored = match job.side {
+            Side::Forward => !job.weight.is_in_codes(),
+            Side::Backward => job.transposed.is_some(),
+        };
+        let has_codes = job.side == Side::Forward && !is_stored;
+        let is_direct = has_codes && rows.len() <= M::ROWS_OF_CODES;
+        let at_once = M::steps_at_once(rows.len()).min(if has_codes && !is_direct { EXPANDED } else { usize::MAX });
+        for block in pieces(depth.clone(), at_once) {
+            // Safety: the caller guarantees what this `unsafe fn` requires.
+            unsafe {
+                let begins = sum.start <= job.depth(panel).start && block.start == depth.start;
+                let begin = Begin::of(job, begins, rows.start, column);
+                if fresh {
+                    begin.copy(edge.clone(), rows.start, valid, sums);
+                    out = y;
+                }
+                let steps = block.len().div_ceil(STEPS);
+                let mut of_block = Block {
+                    inputs: tiled.at(rows.start, block.start),
+                    inputs_stride: tiled.tile_bytes(),
+                    weights: std::ptr::null(),
+                    steps,
+                    next: std::ptr::null(),
+                    from: if fresh { begin } else { Begin::Rows(waiting.at, PANEL) },
+                    to: if index == last && block.end == depth.end { y } else { waiting },
+                    whole,
+                    edge: waiting,
+                    rows: rows.len(),
+                };
+                fresh = false;
+                if is_direct && M::multiply_codes(&of_block, job.weight, panel, block.clone()) {
+                    continue;
+                }
+                let weights = match job.side {
+                    Side::Forward => job.weight.words(expand_for_pairs(), panel, block.clone(), expanded),
+                    Side::Backward => match job.transposed {
+                        Some(all) => all.at(job.weight, panel, block.start),
+                        None => {
+                            let out = room(transposed, block.len().div_ceil(PANEL) * transposed_words(PackDtype::Bf16));
+                            transpose(tile_kernels(Isa::Avx512), expand_for_pairs(), job.weight, panel, &block, out);
+                            out.cast_const().cast()
+                        }
+                    },
+                };
+                of_block.weights = weights.cast();
+                of_block.next = weights.wrapping_add(if is_stored { steps * STEPS / 2 * PANEL } else { 0 }).cast();
+                M::multiply(&of_block);
             }
-            let weights = match job.side {
-                Side::Forward => job.weight.panel(panel).add(block.start / 2 * PANEL),
-                Side::Backward => match job.transposed {
-                    Some(all) => all.at(job.weight, panel, block.start),
-                    None => {
-                        let out = room(transposed, block.len().div_ceil(PANEL) * transposed_words(PackDtype::Bf16));
-                        transpose(tile_kernels(Isa::Avx512), job.weight, panel, &block, out);
-                        out.cast_const().cast()
-                    }
-                },
-            };
-            let waiting = Output { at: sums, stride: PANEL };
-            let steps = block.len().div_ceil(STEPS);
-            let is_transposed_here = job.side == Side::Backward && job.transposed.is_none();
-            M::multiply(&Block {
-                inputs: tiled.at(rows.start, block.start),
-                inputs_stride: tiled.tile_bytes(),
-                weights: weights.cast(),
-                steps,
-                next: weights.wrapping_add(if is_transposed_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
-                from: if fresh { begin } else { Begin::Rows(waiting.at, PANEL) },
-                to: if blocks.peek().is_none() { y } else { waiting },
-                whole,
-                edge: waiting,
-                rows: rows.len(),
-            });
         }
-        fresh = false;
     }
     for row in edge {
         // Safety: the caller guarantees what this `unsafe fn` requires.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
+use super::super::pack::{Expand, Line, PANEL, PackDtype, PackedMatrix};
 use super::tile::{AHEAD, INPUT_STRIDE, Kernels, LINE, MOST_ROWS, Tile, TileKernels, prefetch};
 use super::{Job, Rows, Side, Start};
 
@@ -11,6 +11,8 @@ use super::{Job, Rows, Side, Start};
 /// memory between two blocks.
 pub(super) const ROWS: usize = 96;
 const DEEP: usize = 1024;
+/// Maximum number of steps in a block of a weight in 4-bit codes. Expanded, it stays in the first-level cache.
+pub(super) const EXPANDED: usize = 128;
 /// Number of elements of packed inputs that stay in the second-level cache.
 const INPUTS: usize = 96 << 10;
 
@@ -21,6 +23,8 @@ pub(in super::super) struct Scratch {
     pub inputs: [Packed; 2],
     /// A transposed block of the weight.
     pub transposed: Vec<Line>,
+    /// A block of the weight that is stored in 4-bit codes.
+    pub expanded: Vec<Line>,
     /// The outputs of a tile at the edge of the matrix, or the sums of AMX.
     pub edge: Vec<Line>,
     /// The values x·Aᵀ of some rows.
@@ -86,7 +90,7 @@ pub(super) unsafe fn product(
     rows: Range<usize>,
     panels: Range<usize>,
 ) {
-    let Scratch { inputs, transposed, edge, .. } = scratch;
+    let Scratch { inputs, transposed, expanded, edge, .. } = scratch;
     let edge = room(edge, MOST_ROWS * PANEL);
     for rows in balanced(rows, ROWS) {
         let deeper = (INPUTS / rows.len() / DEEP).max(1) * DEEP;
@@ -112,7 +116,10 @@ pub(super) unsafe fn product(
                     for (job, sum) in jobs.iter().zip(&sums) {
                         let packed = inputs[job.slot].lines.as_ptr().cast::<f32>();
                         // Safety: the caller guarantees what this `unsafe fn` requires.
-                        unsafe { one_panel(kernels_of_isa, job, (packed, sum), panel, &rows, (transposed, edge)) };
+                        unsafe {
+                            let buffers = (&mut *transposed, &mut *expanded, edge);
+                            one_panel(kernels_of_isa, job, (packed, sum), panel, &rows, buffers);
+                        }
                     }
                 }
             }
@@ -127,37 +134,40 @@ unsafe fn one_panel(
     (packed, sum): (*const f32, &Range<usize>),
     panel: usize,
     rows: &Range<usize>,
-    (transposed, edge): (&mut Vec<Line>, *mut f32),
+    (transposed, expanded, edge): (&mut Vec<Line>, &mut Vec<Line>, *mut f32),
 ) {
     let pairs = job.weight.dtype() == PackDtype::Bf16;
     let kernels = if pairs { kernels_of_isa.bf16 } else { kernels_of_isa.f32 };
     let depth = job.depth(panel);
-    for (index, block) in pieces(sum.clone(), DEEP).enumerate() {
-        let first = block.start;
+    let expands = job.weight.is_in_codes() && job.side == Side::Forward;
+    let deep = pieces(sum.clone(), DEEP).enumerate();
+    let blocks = deep.flat_map(|(index, deep)| {
+        let first = deep.start;
+        pieces(deep, if expands { EXPANDED } else { DEEP }).map(move |block| (index, first, block))
+    });
+    for (index, first, block) in blocks {
         let block = block.start.max(depth.start)..block.end.min(depth.end);
         if block.is_empty() {
             continue;
         }
         let x = packed.wrapping_add(index * rows.len() * INPUT_STRIDE + block.start - first);
-        // Safety: the address is inside the weight.
+        // Safety: the caller guarantees what this `unsafe fn` requires.
         let w = unsafe {
             match job.side {
                 Side::Backward => {
                     let words = block.len().div_ceil(PANEL) * transposed_words(job.weight.dtype());
                     let out = room(transposed, words);
-                    transpose(kernels_of_isa, job.weight, panel, &block, out);
+                    transpose(kernels_of_isa, &kernels_of_isa.expand, job.weight, panel, &block, out);
                     out.cast_const().cast()
                 }
-                Side::Forward if pairs => job.weight.panel(panel).add(block.start / 2 * PANEL),
-                Side::Forward => job.weight.panel(panel).add(block.start * PANEL),
+                Side::Forward => job.weight.words(&kernels_of_isa.expand, panel, block.clone(), expanded),
             }
         };
         let fresh = block.start == depth.start;
         let next = match job.side {
             Side::Backward => w,
-            // The panels of a weight are stored one after another.
-            Side::Forward if block.end < sum.end => w.wrapping_add(block.len() / 2 * PANEL),
-            Side::Forward => w.wrapping_add((job.weight.k().div_ceil(2) + block.len() / 2 - sum.len() / 2) * PANEL),
+            Side::Forward if block.end < sum.end => job.weight.ahead(panel, block.end),
+            Side::Forward => job.weight.ahead(panel + 1, sum.start),
         };
         let at = Block { panel, x, w, next, depth: block.len(), fresh };
         // Safety: the caller guarantees what this `unsafe fn` requires.
@@ -186,9 +196,10 @@ fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, lines: &m
 /// outputs begin at a panel.
 ///
 /// # Safety
-/// The machine supports the instruction set, and `out` has room.
+/// The machine supports the instruction set and the instructions of `expand`, and `out` has room.
 pub(in super::super) unsafe fn transpose(
     kernels_of_isa: &TileKernels,
+    expand: &Expand,
     weight: &PackedMatrix,
     block: usize,
     outputs: &Range<usize>,
@@ -197,16 +208,18 @@ pub(in super::super) unsafe fn transpose(
     let panels = outputs.start / PANEL..outputs.end.div_ceil(PANEL);
     let words = transposed_words(weight.dtype());
     let inputs = (weight.k() - block * PANEL).min(PANEL);
+    let mut expanded = Vec::new();
     for (number, panel) in panels.clone().enumerate() {
         // The 32 × 32 blocks are far apart in memory: prefetch each one two iterations ahead.
         let (next, block_of_next) = if panel + 2 < panels.end { (panel + 2, block) } else { (panels.start, block + 1) };
-        let next = weight.panel(next).wrapping_add(block_of_next * words);
+        let next = weight.ahead(next, block_of_next * PANEL);
         for line in (0..words).step_by(16) {
             prefetch(next.wrapping_add(line));
         }
         // Safety: the block is inside the panel, whose pairs are padded, and `out` has room for it.
         unsafe {
-            let (from, out) = (weight.panel(panel).add(block * words), out.add(number * words));
+            let from = weight.words(expand, panel, block * PANEL..block * PANEL + inputs, &mut expanded);
+            let out = out.add(number * words);
             match weight.dtype() {
                 PackDtype::F32 => (kernels_of_isa.transpose_f32)(from, inputs, out),
                 PackDtype::Bf16 => (kernels_of_isa.transpose_bf16)(from, out.cast()),

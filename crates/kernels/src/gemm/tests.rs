@@ -1,5 +1,7 @@
 //! Compares products with loops in f64, for every instruction set of this machine.
 
+mod codes;
+
 use super::*;
 
 /// Pseudo-random values in [−½, ½).

@@ -1,7 +1,7 @@
 //! The innermost loops of matrix products: a few rows times half a panel or a whole one, with the sums in registers.
 
 use super::super::isa::Isa;
-use super::super::pack::PANEL;
+use super::super::pack::{EXPAND_PORTABLE, Expand, PANEL};
 use super::super::simd::{Portable, Simd};
 
 /// Number of elements from one packed row of inputs to the next. It is a constant, so that one register addresses all
@@ -49,6 +49,8 @@ pub(in super::super) struct TileKernels {
     pub transpose_f32: unsafe fn(*const u32, usize, *mut f32),
     /// Transposes pairs of inputs `[16][32][2]` to pairs of outputs `[16][32 inputs][2]`.
     pub transpose_bf16: unsafe fn(*const u32, *mut u32),
+    /// Expands 4-bit codes.
+    pub expand: Expand,
 }
 
 /// Tile kernels with all columns, indexed by their number of rows − 1.
@@ -86,6 +88,7 @@ const PORTABLE: TileKernels = TileKernels {
     bf16: kernels!(tile_portable, true, 1 2 3 4),
     transpose_f32,
     transpose_bf16,
+    expand: EXPAND_PORTABLE,
 };
 
 unsafe fn tile_portable<const MR: usize, const NV: usize, const BF16: bool>(tile: &Tile) {
@@ -96,6 +99,7 @@ unsafe fn tile_portable<const MR: usize, const NV: usize, const BF16: bool>(tile
 mod x86 {
     use std::arch::x86_64::*;
 
+    use super::super::super::pack::{EXPAND_AVX2, EXPAND_AVX512};
     use super::super::super::simd::{Avx2, Avx512};
     use super::*;
 
@@ -106,6 +110,7 @@ mod x86 {
         bf16: kernels!(tile_avx2, true, 1 2 3 4 5 6),
         transpose_f32,
         transpose_bf16,
+        expand: EXPAND_AVX2,
     };
 
     #[target_feature(enable = "avx2,fma")]
@@ -120,6 +125,7 @@ mod x86 {
         bf16: kernels!(tile_avx512, true, 1 2 3 4 5 6 7 8 9 10 11 12),
         transpose_f32: transpose_f32_avx512,
         transpose_bf16: transpose_bf16_avx512,
+        expand: EXPAND_AVX512,
     };
 
     #[target_feature(enable = "avx512f")]

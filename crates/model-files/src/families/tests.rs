@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::config::{Activation, LayerNorms, QkNorm, QueryGrowth, RopeKind};
-use crate::{ModelDescription, TensorDtype};
+use crate::{ModelCard, ModelDescription, TensorDtype};
 
 fn config(case: &str, file: &str) -> Value {
     let path = rlood_test_support::fixture("parity").join(case).join(file);
@@ -268,4 +268,40 @@ fn tensors_besides_the_text_part_are_counted_and_skipped() {
     let parts = read("mistral3_ministral_fp8").skipped.unwrap().parts;
     assert!(!parts.iter().any(|part| part.contains("language_model")), "{parts:?}");
     assert_eq!(read("qwen3").skipped, None);
+}
+
+#[test]
+fn four_bits_of_bitsandbytes_are_read_and_its_other_formats_are_refused_by_name() {
+    let card = |case: &str| crate::read(&rlood_test_support::fixture(&format!("parity/{case}"))).unwrap();
+    let (nested, plain, part) = (card("qwen3_nf4"), card("qwen3_nf4_single"), card("llama_nf4_skip"));
+    let format = |card: &ModelCard, name: &str| {
+        let name = format!("model.layers.1.{name}.weight");
+        card.tensors.iter().find(|tensor| tensor.name == name).unwrap().dtype
+    };
+    assert_eq!(format(&nested, "mlp.down_proj"), TensorDtype::Nf4);
+    assert_eq!(format(&card("llama_fp4"), "mlp.down_proj"), TensorDtype::Fp4);
+    // Skipped modules keep their precision.
+    assert_eq!(format(&part, "mlp.gate_proj"), TensorDtype::Bf16);
+    assert_eq!(format(&part, "self_attn.q_proj"), TensorDtype::Nf4);
+    let weights = |card: &ModelCard| (card.shape().four_bit_weights, card.shape().nested_four_bit_weights);
+    let linear = |card: &ModelCard| {
+        let tensors = card.tensors.iter().filter(|tensor| tensor.dtype.is_four_bit());
+        tensors.map(|tensor| tensor.num_elements() as u64).sum::<u64>()
+    };
+    assert_eq!(weights(&nested), (0, linear(&nested)));
+    assert_eq!(weights(&plain), (linear(&plain), 0));
+    assert_eq!(weights(&part), (0, linear(&part)));
+    assert_eq!(crate::precision(&nested.tensors), Some(TensorDtype::Nf4));
+    let text = |change: fn(&mut Value)| changed("qwen3_nf4", change).unwrap_err().to_string();
+    for (change, words) in [
+        (
+            (|v: &mut Value| v["quantization_config"]["bnb_4bit_quant_storage"] = json!("bfloat16")) as fn(&mut Value),
+            "bnb_4bit_quant_storage",
+        ),
+        (|v| v["quantization_config"]["load_in_8bit"] = json!(true), "-bnb-8bit"),
+        (|v| v["quantization_config"]["quant_method"] = json!("awq"), "16-bit model that this one was made from"),
+    ] {
+        let error = text(change);
+        assert!(error.contains("quantization_config") && error.contains(words), "{error}");
+    }
 }

@@ -16,8 +16,8 @@ use super::settings::{CHECKPOINTS, SAMPLING};
 use super::sources::{DatasetSource, attach_records, detach_records, read_dataset, with_prompts};
 use super::warm_up::read_warm_up;
 use super::{
-    Arithmetic, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan,
-    RewardSecrets, RlooPlan, SamplingPlan, WarmStartPlan, WarmUpSpec,
+    Arithmetic, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan, QuantType,
+    RewardPlan, RewardSecrets, RlooPlan, SamplingPlan, WarmStartPlan, WarmUpSpec,
 };
 
 /// A submitted job. A field that was rejected has a harmless placeholder, so that the rest can still be checked.
@@ -80,6 +80,15 @@ pub struct TrainingSpec {
     pub shuffle_dataset: bool,
     /// Precision of the matrix products.
     pub dtype: ComputeDtype,
+    /// Whether linear layers are quantized to 4 bits when the model is loaded.
+    #[serde(default)]
+    pub load_in_4bit: bool,
+    /// The 4-bit format to which layers are quantized.
+    #[serde(default)]
+    pub bnb_4bit_quant_type: QuantType,
+    /// Whether the scales of 4-bit weights are quantized to 8 bits too.
+    #[serde(default)]
+    pub use_bnb_nested_quant: bool,
     /// Tokens per micro-batch; `None` = depends on the available memory.
     pub micro_batch_tokens: Option<u32>,
     /// Whether to recompute a layer's activations in the backward pass; `None` = only if memory requires it.

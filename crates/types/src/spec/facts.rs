@@ -103,6 +103,10 @@ pub struct ModelShape {
     pub num_windowed_layers: u64,
     /// Size of the sliding window in positions, including the token itself. The largest of several windows; 0 = no window.
     pub window: u64,
+    /// Number of weights in layers that are stored in 4 bits with scales in f32, and that the CPU keeps so.
+    pub four_bit_weights: u64,
+    /// The same with double quantization.
+    pub nested_four_bit_weights: u64,
 }
 
 /// Properties of a dataset that a plan depends on.

@@ -1,7 +1,7 @@
 //! Computes the memory of a run by the arithmetic of the engine: what it allocates in each phase, and how it splits its work.
 //! `crates/engine/tests/it/memory.rs` compares the result with the measured peak.
 //!
-//! Weights are kept in `training.dtype`; everything else on the CPU is f32. Memory of a GPU is computed in `device`.
+//! Weights are kept in `training.dtype`, or on the CPU in 4-bit codes; everything else on the CPU is f32. Memory of a GPU is computed in `device`.
 
 mod device;
 
@@ -222,6 +222,38 @@ fn value_bytes(dtype: ComputeDtype) -> u64 {
     }
 }
 
+/// Number of 4-bit weights that share a scale, and number of 8-bit scales that share one.
+const CODE_BLOCK: u64 = 64;
+const SCALE_BLOCK: u64 = 256;
+
+/// Returns the number of weights of a decoder's linear layers that can be kept in 4 bits: rows must be whole blocks.
+fn packable_weights(shape: &ModelShape) -> u64 {
+    let (queries, keys) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+    let matrices = [
+        (queries + 2 * keys, shape.hidden_size),
+        (shape.hidden_size, queries),
+        (2 * shape.intermediate_size, shape.hidden_size),
+        (shape.hidden_size, shape.intermediate_size),
+    ];
+    let fits = matrices.iter().filter(|(_, inputs)| inputs.is_multiple_of(CODE_BLOCK));
+    shape.num_hidden_layers * fits.map(|(outputs, inputs)| outputs * inputs).sum::<u64>()
+}
+
+/// Returns the size of the base model's weights on the CPU, in bytes: 4-bit codes with their scales, and all other weights in the
+/// precision of the products.
+pub fn weight_bytes(plan: &Plan, num_parameters: u64, shape: &ModelShape) -> u64 {
+    let (mut plain, mut nested) = (shape.four_bit_weights, shape.nested_four_bit_weights);
+    if let Some(four_bit) = plan.training.four_bit() {
+        let quantized = packable_weights(shape).saturating_sub(plain + nested);
+        if four_bit.is_nested { nested += quantized } else { plain += quantized }
+    }
+    let scales = F32 * plain.div_ceil(CODE_BLOCK)
+        + nested.div_ceil(CODE_BLOCK)
+        + F32 * nested.div_ceil(CODE_BLOCK * SCALE_BLOCK);
+    let others = num_parameters.saturating_sub(plain + nested);
+    value_bytes(plan.training.dtype) * others + (plain + nested).div_ceil(2) + scales
+}
+
 impl Footprint {
     /// Computes the footprint of a run on this device; `prompt` is the longest prompt in tokens (`None` = not counted), and
     /// `micro_batch_tokens` the size of a micro-batch. On the CPU it is the process's memory, on a GPU the GPU's.
@@ -257,7 +289,11 @@ impl Footprint {
         let logits = filtered_bytes(plan, shape, rows);
         let prefill = F32 * prompt.min(PREFILL_TOKENS) * forward_width(shape);
         let rollout = kv_cache + logits.max(prefill);
-        PROCESS_BYTES + weight_bytes * num_parameters + trained + rollout + rollout * ALLOCATOR_PERCENT / 100
+        PROCESS_BYTES
+            + self::weight_bytes(plan, num_parameters, shape)
+            + trained
+            + rollout
+            + rollout * ALLOCATOR_PERCENT / 100
     }
 
     /// Computes the footprint of a run on the CPU.
@@ -279,7 +315,7 @@ impl Footprint {
 
         let parameters = trainable_parameters(plan, num_parameters, shape);
         let weight_bytes = value_bytes(plan.training.dtype);
-        let weights = weight_bytes * num_parameters;
+        let weights = self::weight_bytes(plan, num_parameters, shape);
         let packed_adapter = if full { 0 } else { packed_adapter_bytes(plan, shape) };
         let trained = F32 * parameters + packed_adapter;
         let reference = match (with_reference, full, initial) {
@@ -414,6 +450,8 @@ mod tests {
     use super::*;
 
     const SHAPE: ModelShape = ModelShape {
+        four_bit_weights: 0,
+        nested_four_bit_weights: 0,
         hidden_size: 1024,
         intermediate_size: 4096,
         num_hidden_layers: 24,
@@ -424,6 +462,29 @@ mod tests {
         num_windowed_layers: 0,
         window: 0,
     };
+
+    #[test]
+    fn weights_in_four_bits_take_a_quarter() {
+        let mut plan = crate::spec::example::resolved(serde_json::json!({
+            "model": "m", "dataset": {"records": [{"prompt": "a"}, {"prompt": "b"}]},
+            "rewards": [{"type": "length", "min_words": 1, "max_words": 2}],
+            "training": {"prompts_per_step": 1, "dtype": "bf16"},
+        }));
+        let linear = packable_weights(&SHAPE);
+        let (all, bits) = (linear + 1000, |plan: &Plan, shape: &ModelShape| weight_bytes(plan, linear + 1000, shape));
+        assert_eq!(bits(&plan, &SHAPE), 2 * all);
+        plan.training.load_in_4bit = true;
+        let plain = bits(&plan, &SHAPE);
+        assert_eq!(plain, 2 * 1000 + linear / 2 + 4 * linear.div_ceil(64));
+        plan.training.use_bnb_nested_quant = true;
+        let nested = bits(&plan, &SHAPE);
+        assert!(nested < plain && (nested as f64) < 0.26 * 2.0 * all as f64 + 2000.0, "{nested} of {all}");
+        // Layers that are stored in 4 bits stay as they are.
+        let stored = ModelShape { four_bit_weights: linear, ..SHAPE };
+        assert_eq!(bits(&plan, &stored), plain);
+        plan.training.load_in_4bit = false;
+        assert_eq!(bits(&plan, &stored), plain);
+    }
 
     #[test]
     fn a_window_bounds_the_cache_on_the_cpu_alone() {

@@ -31,7 +31,7 @@ const ADVANTAGE_DISCOUNT: &str = "this key belongs to PPO's generalized advantag
 const PPO_CLIP: &str = "this key is PPO's name of the policy clip: use rloo.epsilon (and rloo.epsilon_high)";
 const ADAPTIVE_KL: &str = "the coefficient of the KL penalty is constant: use rloo.beta";
 const PRECISION: &str = "use training.dtype: \"f32\" or \"bf16\"";
-const QUANTIZED: &str = "quantized base models are not supported; register the unquantized model and remove this key";
+const QUANTIZED: &str = "use training.load_in_4bit, training.bnb_4bit_quant_type (nf4, fp4) and training.use_bnb_nested_quant; other quantized base models are not supported";
 const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute; remove this key";
 const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
 const BATCH: &str = "the size of a batch is its number of prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); the worker chooses micro-batches itself";

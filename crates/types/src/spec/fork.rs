@@ -62,12 +62,12 @@ fn fixed(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
 }
 
 /// Returns the settings of a section that must be equal for a run to resume and were added in a later version, if their value
-/// differs from the earlier behavior.
+/// differs from the earlier behavior. The plan leaves some of them out then.
 fn fixed_later(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
     let plan = json!(plan);
     let named = section.settings.iter().filter_map(|setting| {
         let Resume::FixedUnless { key, value } = setting.resume else { return None };
-        Some((key.to_owned(), plan[setting.name].clone())).filter(|(_, chosen)| chosen != value)
+        Some((key.to_owned(), plan[setting.name].clone())).filter(|(_, chosen)| !chosen.is_null() && chosen != value)
     });
     named.collect()
 }

@@ -359,6 +359,42 @@ pub enum ComputeDtype {
     Bf16,
 }
 
+/// The 4-bit formats of bitsandbytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum QuantType {
+    /// 4-bit NormalFloat, whose values suit normally distributed weights.
+    #[default]
+    Nf4,
+    /// 4-bit float: a sign and three bits.
+    Fp4,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
+}
+
+fn is_nf4(quant_type: &QuantType) -> bool {
+    *quant_type == QuantType::Nf4
+}
+
+/// How linear layers are quantized when the model is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FourBitPlan {
+    /// The 4-bit format.
+    pub quant_type: QuantType,
+    /// Whether the scales of the blocks are quantized to 8 bits too.
+    pub is_nested: bool,
+}
+
+impl TrainingPlan {
+    /// Returns how linear layers are quantized when the model is loaded; None = they are used as they are stored.
+    pub fn four_bit(&self) -> Option<FourBitPlan> {
+        let plan = FourBitPlan { quant_type: self.bnb_4bit_quant_type, is_nested: self.use_bnb_nested_quant };
+        self.load_in_4bit.then_some(plan)
+    }
+}
+
 /// Learning-rate schedules over `max_steps`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
@@ -409,6 +445,15 @@ pub struct TrainingPlan {
     /// Precision of the matrix products, in rollouts and in training.
     #[serde(default)]
     pub dtype: ComputeDtype,
+    /// Whether linear layers are quantized to 4 bits when the model is loaded. Layers that are stored in 4 bits stay as they are.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub load_in_4bit: bool,
+    /// The 4-bit format to which layers are quantized.
+    #[serde(default, skip_serializing_if = "is_nf4")]
+    pub bnb_4bit_quant_type: QuantType,
+    /// Whether the scales of 4-bit weights are quantized to 8 bits too (double quantization).
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub use_bnb_nested_quant: bool,
     /// Tokens (prompts and completions) per micro-batch, with at least one group each. The default depends on the available memory;
     /// the plan stores the value because a resumed run must split its batches as an uninterrupted run does.
     #[serde(default = "default_micro_batch_tokens")]

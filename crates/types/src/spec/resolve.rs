@@ -74,6 +74,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         return Err(errors);
     }
     let Some(model) = &context.model else { return Err(errors) };
+    errors.extend(four_bit_without_adapter(spec, model));
     let lora = match (&spec.warm_start, &context.warm_start) {
         (Some(_), Some(facts)) => warm::adapter(spec, facts, model, &mut errors),
         (Some(_), None) => return Err(errors),
@@ -124,6 +125,21 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     };
     let estimate = choose_micro_batch(&mut plan, model, limits).map_err(|error| vec![error])?;
     Ok(Resolution { warnings: warnings(spec, context, &plan, mixture.epoch_len(0)), plan, estimate })
+}
+
+/// Rejects training all weights of a model in 4 bits.
+fn four_bit_without_adapter(spec: &JobSpec, model: &ModelFacts) -> Option<FieldError> {
+    if spec.lora.is_some() {
+        return None;
+    }
+    let advice = "set lora: a 4-bit base is frozen, and only an adapter is trained on it";
+    if spec.training.load_in_4bit {
+        let detail = format!("all weights cannot be trained in 4 bits: remove load_in_4bit, or {advice}");
+        return Some(FieldError::new("/training/load_in_4bit", "conflict", detail));
+    }
+    let is_stored = model.shape.is_some_and(|shape| shape.four_bit_weights + shape.nested_four_bit_weights > 0);
+    let detail = format!("the model is stored in 4 bits, so its weights cannot be trained: {advice}");
+    is_stored.then(|| FieldError::new("/lora", "conflict", detail))
 }
 
 /// Returns the memory of reward models' weights, in bytes; several rewards with the same settings share one.
@@ -433,6 +449,9 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, mixture: &Mixture) -> 
         seed: training.seed,
         shuffle_dataset: training.shuffle_dataset,
         dtype: training.dtype,
+        load_in_4bit: training.load_in_4bit,
+        bnb_4bit_quant_type: training.bnb_4bit_quant_type,
+        use_bnb_nested_quant: training.use_bnb_nested_quant,
         micro_batch_tokens: training.micro_batch_tokens.unwrap_or(super::MICRO_BATCH_TOKENS),
         gradient_checkpointing: training.gradient_checkpointing.unwrap_or(false),
         max_attempts: training.max_attempts,

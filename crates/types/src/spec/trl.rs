@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use self::batching::read_batches;
-use self::keys::{IGNORED, READ, REFUSED, VLLM_PREFIX, is_off_value};
+use self::keys::{IGNORED, NO_QUANTIZATION, READ, REFUSED, VLLM_PREFIX, is_off_value};
 use self::reading::{Findings, Keys};
 use super::foreign::advice;
 use super::reader::{FieldError, nearest, shown};
@@ -457,15 +457,21 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
                 );
             }
             _ if value.is_null() => {}
-            "load_in_4bit" | "load_in_8bit" | "quantization_config" => {
-                let refused = REFUSED.iter().find(|entry| entry.keys.contains(&key.as_str()));
-                keys.refuse(&format!("model_init_kwargs.{key}"), refused.map_or("not supported", |entry| entry.reason));
+            // transformers then uses the defaults of BitsAndBytesConfig.
+            "load_in_4bit" => {
+                read_quantization(keys, &format!("model_init_kwargs.{key}"), &json!({key: value}), training)
             }
+            "load_in_8bit" if *value == json!(false) => {}
+            "load_in_8bit" => keys.refuse(&format!("model_init_kwargs.{key}"), NO_QUANTIZATION),
+            "quantization_config" => read_quantization(keys, &format!("model_init_kwargs.{key}"), value, training),
             _ => keys.refuse(
                 &format!("model_init_kwargs.{key}"),
                 "models are described by their config.json alone: remove this key",
             ),
         }
+    }
+    if let Some(config) = keys.value("quantization_config") {
+        read_quantization(keys, "quantization_config", config, training);
     }
     for key in ["dtype", "torch_dtype"] {
         if keys.value(key).is_some() {
@@ -482,6 +488,32 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
     if let Some(bf16) = bf16.filter(|_| fp16 != Some(true)) {
         training.insert("dtype".to_owned(), json!(if bf16 { "bf16" } else { "f32" }));
         keys.origin("/training/dtype", "bf16");
+    }
+}
+
+/// Reads transformers' BitsAndBytesConfig, whose defaults are fp4 without double quantization.
+fn read_quantization(keys: &Keys<'_>, key: &str, config: &Value, training: &mut Map<String, Value>) {
+    let is_set = |name: &str| config.get(name).and_then(Value::as_bool) == Some(true);
+    let method = config.get("quant_method").and_then(Value::as_str).unwrap_or("bitsandbytes");
+    if config.is_null() || *config == json!({}) || *config == json!({"load_in_4bit": false}) {
+        return;
+    }
+    let quant_type = config.get("bnb_4bit_quant_type").and_then(Value::as_str).unwrap_or("fp4");
+    if method != "bitsandbytes"
+        || !is_set("load_in_4bit")
+        || is_set("load_in_8bit")
+        || !matches!(quant_type, "nf4" | "fp4")
+    {
+        return keys.refuse(key, NO_QUANTIZATION);
+    }
+    let is_nested = is_set("bnb_4bit_use_double_quant");
+    for (name, value) in [
+        ("load_in_4bit", json!(true)),
+        ("bnb_4bit_quant_type", json!(quant_type)),
+        ("use_bnb_nested_quant", json!(is_nested)),
+    ] {
+        training.insert(name.to_owned(), value);
+        keys.origin(&format!("/training/{name}"), key);
     }
 }
 

@@ -20,6 +20,8 @@ pub fn model() -> ModelFacts {
         size_bytes: 2_000,
         has_chat_template: false,
         shape: Some(ModelShape {
+            four_bit_weights: 0,
+            nested_four_bit_weights: 0,
             hidden_size: 8,
             intermediate_size: 16,
             num_hidden_layers: 2,
@@ -268,7 +270,7 @@ fn keys_of_other_trainers_are_refused_by_name() {
         ("cliprange", "rloo.epsilon"),
         ("use_vllm", "own kernels"),
         ("vllm_gpu_memory_utilization", "own kernels"),
-        ("load_in_4bit", "quantized"),
+        ("load_in_8bit", "quantized"),
         ("deepspeed", "one worker drives one device"),
         ("per_device_train_batch_size", "prompts_per_step"),
         ("reward_funcs", "use rewards"),

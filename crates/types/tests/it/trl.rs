@@ -150,10 +150,38 @@ fn divisibility_errors_name_the_nearest_valid_values() {
 }
 
 #[test]
+fn four_bit_bases_are_converted_from_each_place_where_trl_names_them() {
+    let training = |config: Value| {
+        let conversion = converted(config);
+        assert!(conversion.errors.is_empty() && conversion.unsupported.is_empty(), "{conversion:?}");
+        let training = conversion.spec["training"].clone();
+        ["load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"].map(|key| training[key].clone())
+    };
+    let nf4 = json!({"load_in_4bit": true, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": true,
+                     "bnb_4bit_compute_dtype": "bfloat16"});
+    let nested = [json!(true), json!("nf4"), json!(true)];
+    assert_eq!(training(json!({"load_in_4bit": true, "use_bnb_nested_quant": true})), nested);
+    assert_eq!(training(json!({"quantization_config": nf4})), nested);
+    assert_eq!(training(json!({"model_init_kwargs": {"quantization_config": nf4}})), nested);
+    // BitsAndBytesConfig has other defaults than TRL.
+    let fp4 = [json!(true), json!("fp4"), json!(false)];
+    assert_eq!(training(json!({"model_init_kwargs": {"load_in_4bit": true}})), fp4);
+    assert_eq!(training(json!({"load_in_4bit": true, "bnb_4bit_quant_type": "fp4"})), fp4);
+    for refused in [
+        json!({"quantization_config": {"load_in_8bit": true}}),
+        json!({"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+        json!({"load_in_8bit": true}),
+    ] {
+        let conversion = converted(refused);
+        assert!(conversion.unsupported[0].reason.contains("load_in_4bit"), "{:?}", conversion.unsupported);
+    }
+}
+
+#[test]
 fn unsupported_keys_are_explained_by_name() {
     let foreign = json!({
         "use_vllm": true, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "deepspeed": "ds_z3.json", "fsdp": "full_shard",
-        "fsdp_config": {"version": 2}, "sync_ref_model": true, "ref_model_sync_steps": 64, "load_in_4bit": true, "fp16": true,
+        "fsdp_config": {"version": 2}, "sync_ref_model": true, "ref_model_sync_steps": 64, "load_in_8bit": true, "fp16": true,
         "optim": "adafactor", "lr_scheduler_type": "polynomial", "push_to_hub": true, "neftune_noise_alpha": 5,
         "generation_kwargs": {"num_beams": 4}, "model_init_kwargs": {"load_in_8bit": true}, "reward_model_path": "org/rm",
         "dataset_name": "trl-lib/tldr", "max_prompt_length": 512, "whiten_rewards": true, "num_generatoins": 4,
@@ -173,7 +201,7 @@ fn unsupported_keys_are_explained_by_name() {
     let reason = |key: &str| conversion.unsupported.iter().find(|remark| remark.key == key).unwrap().reason.clone();
     assert!(reason("num_generatoins").contains("did you mean 'num_generations'"));
     assert!(reason("deepspeed").contains("one worker drives one device"));
-    assert!(reason("load_in_4bit").contains("LoRA"));
+    assert!(reason("load_in_8bit").contains("load_in_4bit"));
     assert!(reason("dataset_name").contains("POST /datasets"));
 }
 

@@ -4,8 +4,8 @@ use utoipa::PartialSchema;
 
 use super::DefaultValue::{Flag, Variant, Whole};
 use super::{Form, Range, Resume, Section, Setting, Trl, variant_names};
-use crate::spec::ComputeDtype;
 use crate::spec::plan::TrainingPlan;
+use crate::spec::{ComputeDtype, QuantType};
 
 /// Maximum number of optimizer steps per job.
 pub(in crate::spec) const MAX_STEPS: u64 = 10_000_000;
@@ -42,6 +42,19 @@ pub(in crate::spec) static TRAINING: Section = Section::new(
             .default(Variant("f32"))
             .trl(Trl::Own(&["bf16", "fp16"]))
             .resume(Resume::FixedUnless { key: "dtype", value: "f32" }),
+        Setting::flag("load_in_4bit")
+            .default(Flag(false))
+            .trl(Trl::Key(&["load_in_4bit"], Form::Flag, Flag(false)))
+            .resume(Resume::FixedUnless { key: "load_in_4bit", value: "" }),
+        Setting::variant("bnb_4bit_quant_type", variant_names::<QuantType>)
+            .doc("The 4-bit format to which `load_in_4bit` quantizes; default: nf4.")
+            .default(Variant("nf4"))
+            .trl(Trl::Key(&["bnb_4bit_quant_type"], Form::AsSent, Variant("nf4")))
+            .resume(Resume::FixedUnless { key: "bnb_4bit_quant_type", value: "" }),
+        Setting::flag("use_bnb_nested_quant")
+            .default(Flag(false))
+            .trl(Trl::Key(&["use_bnb_nested_quant"], Form::Flag, Flag(false)))
+            .resume(Resume::FixedUnless { key: "use_bnb_nested_quant", value: "" }),
         Setting::whole("micro_batch_tokens", 16, 1_000_000)
             .doc("Tokens (prompts and completions) per micro-batch, with at least one group each; default: depends on the available memory.")
             .hint("leave it out: the default depends on the available memory, and results change only by rounding"),

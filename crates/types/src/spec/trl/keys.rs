@@ -215,13 +215,12 @@ pub(super) const IGNORED: &[Entry] = &[
         reason: "the server uploads nothing: download the adapter from /jobs/{id}/adapter",
     },
     Entry {
-        keys: &["bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"],
-        reason: "without load_in_4bit this key has no effect",
+        keys: &["bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"],
+        reason: "4-bit codes are stored as bytes, and training.dtype is the precision of the products",
     },
 ];
 
-const NO_QUANTIZATION: &str =
-    "quantized base models are not supported: register the unquantized model and train a LoRA adapter on it";
+pub(super) const NO_QUANTIZATION: &str = "of the quantized base models only bitsandbytes' 4 bits (nf4, fp4) are supported: use load_in_4bit, or register the unquantized model";
 const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute: remove this key; several jobs run side by side, one per device";
 
 /// Keys that request something unsupported.
@@ -231,11 +230,7 @@ pub(super) const REFUSED: &[Refused] = &[
         off: &[],
         reason: "the worker samples with its own kernels, the same as in training (so the first ratio is exactly 1): remove use_vllm and every vllm_* key",
     },
-    Refused {
-        keys: &["load_in_4bit", "load_in_8bit", "quantization_config", "use_qlora"],
-        off: &[],
-        reason: NO_QUANTIZATION,
-    },
+    Refused { keys: &["load_in_8bit", "use_qlora"], off: &[], reason: NO_QUANTIZATION },
     Refused {
         keys: &["deepspeed", "fsdp", "fsdp_config", "parallelism_config"],
         off: &["{\"min_num_params\":0,\"xla\":false,\"xla_fsdp_v2\":false,\"xla_fsdp_grad_ckpt\":false}"],

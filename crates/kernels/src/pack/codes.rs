@@ -1,0 +1,254 @@
+//! Weights in 4-bit codes, in the panels of a packed weight. A product expands a block of a panel into the cache and multiplies
+//! from there, so that its bits are those of the same weight packed as values.
+//!
+//! Codes lie as `[panel][16 inputs][4]` lines of 16 words. Line 2·h + p of a group of inputs has outputs 16·h + 8·p to
+//! 16·h + 8·p + 7: word 2·o + i has the eight codes of output o for the inputs i, i + 2, …, the first one in the lowest bits.
+//! Two neighboring words thus become one pair of bf16.
+
+mod expand;
+
+use std::ops::Range;
+
+use super::{LANES, Line, PANEL, PackDtype, zeros_in_huge_pages};
+use crate::four_bit::{FourBit, Rounding, Scales};
+use crate::threads::{Shared, Threads};
+pub(in super::super) use expand::{CodeBlock, EXPAND_PORTABLE, Expand};
+#[cfg(target_arch = "x86_64")]
+pub(in super::super) use expand::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, each_line};
+
+/// Number of inputs in a group.
+const GROUP: usize = 16;
+/// Number of lines of a group of inputs in a panel.
+const GROUP_LINES: usize = 4;
+
+/// The 4-bit codes of a weight.
+#[derive(Clone, Debug)]
+pub(super) struct Codes {
+    lines: Vec<Line>,
+    /// Number of lines in a panel.
+    panel_lines: usize,
+    /// Matrices whose outputs follow each other, each from a whole panel on.
+    parts: Vec<Part>,
+}
+
+/// The tables and scales of one matrix.
+#[derive(Clone, Debug)]
+struct Part {
+    panels: Range<usize>,
+    table: [f32; 16],
+    rounding: Rounding,
+    /// Number of inputs that share a scale.
+    block: usize,
+    /// Whether no value is subnormal, so that instructions that replace such values by 0 can be used.
+    is_normal: bool,
+    scales: PanelScales,
+}
+
+/// The scales of the blocks as `[panel][block of inputs][32]`.
+#[derive(Clone, Debug)]
+enum PanelScales {
+    Plain(Vec<f32>),
+    Nested {
+        codes: Vec<u8>,
+        table: Box<[f32; 256]>,
+        scales: Vec<f32>,
+        /// Binary logarithm of the number of codes, in order of the matrix, that share a scale.
+        block_log2: u32,
+        offset: f32,
+    },
+}
+
+impl Codes {
+    /// Packs matrices whose outputs follow each other; None if their layout does not allow it: then they must be expanded.
+    pub(super) fn new(threads: &Threads, matrices: &[FourBit], k: usize) -> Option<Codes> {
+        let last = matrices.len().checked_sub(1)?;
+        let fits = |index: usize| {
+            let matrix = &matrices[index];
+            let n = matrix.len.checked_div(k)?;
+            let is_whole = n.is_multiple_of(PANEL) || index == last;
+            let blocks = matrix.block.is_multiple_of(PANEL) && k.is_multiple_of(matrix.block);
+            // A shift finds the scale of a scale; a division would take longer than all else.
+            let is_shift = match &matrix.scales {
+                Scales::Nested { block, .. } => block.is_power_of_two(),
+                Scales::Plain(_) => true,
+            };
+            let zero = matrix.table.iter().position(|value| *value == 0.0)?;
+            (n > 0 && is_whole && blocks && is_shift).then_some((matrix, n, zero as u32))
+        };
+        let matrices: Vec<(&FourBit, usize, u32)> = (0..matrices.len()).map(fits).collect::<Option<_>>()?;
+        let panels: usize = matrices.iter().map(|(_, n, _)| n.div_ceil(PANEL)).sum();
+        let panel_lines = k / GROUP * GROUP_LINES;
+        let mut codes = Codes { lines: zeros_in_huge_pages(panels * panel_lines), panel_lines, parts: Vec::new() };
+        let mut first = 0;
+        for (matrix, n, zero) in matrices {
+            let panels = first..first + n.div_ceil(PANEL);
+            let lines = &mut codes.lines[panels.start * panel_lines..panels.end * panel_lines];
+            pack(threads, lines, matrix, (n, k), zero);
+            codes.parts.push(Part::new(panels.clone(), matrix, n, k));
+            first = panels.end;
+        }
+        Some(codes)
+    }
+
+    /// Memory of codes, scales and tables in bytes.
+    pub(super) fn size_bytes(&self) -> usize {
+        let of_part = |part: &Part| match &part.scales {
+            PanelScales::Plain(scales) => size_of_val(scales.as_slice()),
+            PanelScales::Nested { codes, scales, .. } => {
+                codes.len() + size_of_val(scales.as_slice()) + size_of::<[f32; 256]>()
+            }
+        };
+        self.lines.len() * size_of::<Line>() + self.parts.iter().map(of_part).sum::<usize>()
+    }
+
+    /// Writes the words of a range of inputs (whole groups of 32) of a panel, as a pack of this dtype holds them.
+    ///
+    /// # Safety
+    /// The machine supports the instructions of `expand`, and `out` has room.
+    pub(super) unsafe fn expand(
+        &self,
+        expand: &Expand,
+        panel: usize,
+        inputs: Range<usize>,
+        dtype: PackDtype,
+        out: *mut u32,
+    ) {
+        let Some(part) = self.part(panel) else { return };
+        let words_of_group = match dtype {
+            PackDtype::F32 => GROUP * PANEL,
+            PackDtype::Bf16 => GROUP * PANEL / 2,
+        };
+        let write = match dtype {
+            PackDtype::Bf16 if part.is_exact() => expand.to_bf16,
+            PackDtype::Bf16 => expand::to_bf16_plain,
+            PackDtype::F32 if part.rounding == Rounding::Bf16 => expand.to_f32,
+            PackDtype::F32 => expand::to_f32_plain,
+        };
+        let mut groups = 0;
+        self.each_block(part, panel, inputs, |block| {
+            // Safety: the caller guarantees the instructions and the room.
+            unsafe { write(block, out.add(groups * words_of_group)) };
+            groups += block.lines.len() / GROUP_LINES;
+        });
+    }
+
+    /// Passes the blocks of a panel with equal scales to `f`, in order of their inputs, if instructions that convert f32 to bf16
+    /// give their values. Returns whether they do.
+    pub(super) fn each_exact_block(&self, panel: usize, inputs: Range<usize>, f: impl FnMut(&CodeBlock<'_>)) -> bool {
+        let Some(part) = self.part(panel).filter(|part| part.is_exact()) else { return false };
+        self.each_block(part, panel, inputs, f);
+        true
+    }
+
+    fn part(&self, panel: usize) -> Option<&Part> {
+        self.parts.iter().find(|part| part.panels.contains(&panel))
+    }
+
+    fn each_block(&self, part: &Part, panel: usize, inputs: Range<usize>, mut f: impl FnMut(&CodeBlock<'_>)) {
+        let mut done = inputs.start;
+        while done < inputs.end {
+            let block = done / part.block;
+            let end = ((block + 1) * part.block).min(inputs.end);
+            let scales = part.scales_of(panel, block);
+            let at = panel * self.panel_lines + done / GROUP * GROUP_LINES;
+            let lines = &self.lines[at..at + (end - done) / GROUP * GROUP_LINES];
+            f(&CodeBlock { lines, scales: &scales, table: &part.table, rounding: part.rounding });
+            done = end;
+        }
+    }
+
+    /// Address of the codes of a panel from an input on.
+    pub(super) fn at(&self, panel: usize, input: usize) -> *const u32 {
+        let line = panel * self.panel_lines + input / GROUP * GROUP_LINES;
+        self.lines.as_ptr().wrapping_add(line).cast()
+    }
+}
+
+impl Part {
+    fn new(panels: Range<usize>, matrix: &FourBit, n: usize, k: usize) -> Part {
+        let blocks = k / matrix.block;
+        /// Reorders values of `[n][blocks]` to `[panel][block][32]`.
+        fn by_panel<T: Copy + Default>(values: &[T], n: usize, blocks: usize) -> Vec<T> {
+            let mut ordered = vec![T::default(); n.div_ceil(PANEL) * blocks * PANEL];
+            for (output, row) in values.chunks_exact(blocks).enumerate() {
+                for (block, value) in row.iter().enumerate() {
+                    ordered[(output / PANEL * blocks + block) * PANEL + output % PANEL] = *value;
+                }
+            }
+            ordered
+        }
+        let smallest =
+            matrix.table.iter().filter(|value| **value != 0.0).fold(f32::MAX, |least, value| least.min(value.abs()));
+        let is_normal = (0..matrix.scales.len()).all(|index| {
+            let scale = matrix.scales.at(index).abs();
+            scale == 0.0 || smallest * scale >= 2.0 * f32::MIN_POSITIVE
+        });
+        let scales = match &matrix.scales {
+            Scales::Plain(scales) => PanelScales::Plain(by_panel(scales, n, blocks)),
+            Scales::Nested { codes, table, scales, block, offset } => PanelScales::Nested {
+                codes: by_panel(codes, n, blocks),
+                table: table.clone(),
+                scales: scales.clone(),
+                block_log2: block.trailing_zeros(),
+                offset: *offset,
+            },
+        };
+        Part { panels, table: matrix.table, rounding: matrix.rounding, block: matrix.block, is_normal, scales }
+    }
+
+    /// Whether the values have one rounding, to bf16, and instructions that replace subnormal values by 0 give them.
+    fn is_exact(&self) -> bool {
+        self.is_normal && self.rounding == Rounding::Bf16
+    }
+
+    /// The scales of a panel's outputs for a block of inputs.
+    fn scales_of(&self, panel: usize, block: usize) -> [f32; PANEL] {
+        let panel = panel - self.panels.start;
+        match &self.scales {
+            PanelScales::Plain(scales) => {
+                let blocks = scales.len() / PANEL / self.panels.len();
+                let at = (panel * blocks + block) * PANEL;
+                std::array::from_fn(|output| scales[at + output])
+            }
+            PanelScales::Nested { codes, table, scales, block_log2, offset } => {
+                let blocks = codes.len() / PANEL / self.panels.len();
+                let at = (panel * blocks + block) * PANEL;
+                let codes: &[u8; PANEL] = codes[at..].first_chunk().unwrap_or(&[0; PANEL]);
+                let (first, last) = (panel * PANEL * blocks + block, scales.len() - 1);
+                let mut of_outputs = [0.0; PANEL];
+                for (output, (scale, code)) in of_outputs.iter_mut().zip(codes).enumerate() {
+                    // Outputs beyond the matrix may have any scale, because their codes mean the value 0.
+                    let of_code = scales[((first + output * blocks) >> block_log2).min(last)];
+                    let product = table[usize::from(*code)] * of_code;
+                    *scale = product + offset;
+                }
+                of_outputs
+            }
+        }
+    }
+}
+
+/// Packs the codes of a matrix `[n, k]`; `zero` is the code of the value 0, for outputs beyond the matrix.
+fn pack(threads: &Threads, lines: &mut [Line], matrix: &FourBit, (n, k): (usize, usize), zero: u32) {
+    let panel_lines = k / GROUP * GROUP_LINES;
+    let all = Shared::new(lines);
+    threads.split(n.div_ceil(PANEL), |panels| {
+        for panel in panels {
+            // Safety: each thread writes other panels.
+            let lines = unsafe { all.part(panel * panel_lines..(panel + 1) * panel_lines) };
+            for (index, line) in lines.iter_mut().enumerate() {
+                let (group, line_of_group) = (index / GROUP_LINES, index % GROUP_LINES);
+                for (lane, word) in line.0.iter_mut().enumerate() {
+                    let output = panel * PANEL + line_of_group * 8 + lane / 2;
+                    let code = |step: usize| match output < n {
+                        true => u32::from(matrix.code(output * k + group * GROUP + 2 * step + lane % 2)),
+                        false => zero,
+                    };
+                    *word = (0..8).fold(0, |word, step| word | code(step) << (4 * step));
+                }
+            }
+        }
+    });
+}
+
+const _: () = assert!(LANES == GROUP && PANEL == 2 * LANES);
