@@ -8,9 +8,9 @@ use std::ops::Range;
 use super::four_bit::FourBit;
 use super::threads::{Shared, Threads};
 use codes::Codes;
-pub(super) use codes::{CodeBlock, EXPAND_PORTABLE, Expand};
 #[cfg(target_arch = "x86_64")]
-pub(super) use codes::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, each_line};
+pub(super) use codes::{CodeBlock, EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, each_line};
+pub(super) use codes::{EXPAND_PORTABLE, Expand};
 
 /// Number of outputs in a panel of a packed weight.
 pub const PANEL: usize = 32;
@@ -238,6 +238,7 @@ impl PackedMatrix {
     }
 
     /// Passes the blocks of a panel's 4-bit codes to `f`, see [`Codes::each_exact_block`]. Returns whether there are such codes.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn each_exact_block(&self, panel: usize, inputs: Range<usize>, f: impl FnMut(&CodeBlock<'_>)) -> bool {
         self.codes.as_ref().is_some_and(|codes| codes.each_exact_block(panel, inputs, f))
     }

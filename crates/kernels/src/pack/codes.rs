@@ -134,6 +134,7 @@ impl Codes {
 
     /// Passes the blocks of a panel with equal scales to `f`, in order of their inputs, if instructions that convert f32 to bf16
     /// give their values. Returns whether they do.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn each_exact_block(&self, panel: usize, inputs: Range<usize>, f: impl FnMut(&CodeBlock<'_>)) -> bool {
         let Some(part) = self.part(panel).filter(|part| part.is_exact()) else { return false };
         self.each_block(part, panel, inputs, f);

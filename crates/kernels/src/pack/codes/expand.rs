@@ -1,7 +1,7 @@
 //! Expands 4-bit codes to the words of a packed weight, for each instruction set with the same bits:
 //! `value = bf16(table[code] · scale)`, or without the rounding for other formats.
 
-use super::super::{LANES, Line, PANEL};
+use super::super::{Line, PANEL};
 use super::{GROUP, GROUP_LINES};
 use crate::four_bit::Rounding;
 
@@ -73,6 +73,7 @@ pub(in super::super::super) use x86::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_
 mod x86 {
     use std::arch::x86_64::*;
 
+    use super::super::super::LANES;
     use super::*;
 
     /// Number of words ahead of the current ones at which codes are prefetched.
