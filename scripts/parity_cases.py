@@ -232,6 +232,23 @@ def store(folder, name, case):
         shutil.copyfile(TOKENIZERS / case["tokenizer"] / file, folder / file)
 
 
+def expand_4bit(weights):
+    """The weights with bitsandbytes' 4-bit codes expanded in f32 and rounded once to the dtype of their state."""
+    expanded = {name: w for name, w in weights.items() if ".weight." not in name}
+    for name in [name for name in weights if ".quant_state.bitsandbytes__" in name]:
+        matrix = name.split(".quant_state.")[0]
+        state = json.loads(bytes(weights[name].tolist()).decode())
+        codes = weights[matrix].flatten()
+        values = weights[f"{matrix}.quant_map"][torch.stack([codes >> 4, codes & 15], 1).flatten().long()]
+        scales = weights[f"{matrix}.absmax"]
+        if scales.dtype == torch.uint8:
+            nested = weights[f"{matrix}.nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(scales)]
+            scales = weights[f"{matrix}.nested_quant_map"][scales.long()] * nested + torch.tensor(state["nested_offset"])
+        values = values * scales.repeat_interleave(state["blocksize"])[: len(values)]
+        expanded[matrix] = values.to(getattr(torch, state["dtype"])).float().reshape(state["shape"])
+    return expanded
+
+
 def load(folder, attention="eager", file="config.json"):
     """The text model in f32, from a case's files; what is quantised is expanded here, not by transformers."""
     config = transformers.AutoConfig.from_pretrained(folder, _configuration_file=file)
@@ -242,7 +259,7 @@ def load(folder, attention="eager", file="config.json"):
     weights = {}
     for part in folder.glob("model*.safetensors"):
         weights.update(load_file(part))
-    weights = of_text(expand(weights, (quantisation or {}).get("weight_block_size")))
+    weights = of_text(expand(expand_4bit(weights), (quantisation or {}).get("weight_block_size")))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     may_miss = {"lm_head.weight"} if config.tie_word_embeddings else set()
