@@ -12,6 +12,7 @@ use futures::stream::{self, TryStreamExt};
 use crate::choose::RepoPlan;
 use crate::error::HubError;
 use crate::fetch::{MAX_CONCURRENT, check_space};
+use crate::hash::FileHash;
 use crate::http::{Attempts, Failed, Hub, next_piece};
 use crate::id::Repo;
 use crate::info::RepoFile;
@@ -47,8 +48,10 @@ impl Hub {
     }
 
     async fn build_outline(&self, plan: &RepoPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
-        let (weights, small): (Vec<RepoFile>, Vec<RepoFile>) =
-            plan.files.iter().cloned().partition(|file| file.path.ends_with(".safetensors"));
+        // Weights in git itself are small (at most 10 MB), and their SHA-256 is not announced: they are downloaded whole.
+        let is_header_enough =
+            |file: &RepoFile| file.path.ends_with(".safetensors") && matches!(file.hash, FileHash::Sha256(_));
+        let (weights, small): (Vec<RepoFile>, Vec<RepoFile>) = plan.files.iter().cloned().partition(is_header_enough);
         let small = RepoPlan { files: small, ..plan.clone() };
         self.download(&small, parts, to, &Arc::default()).await?;
         stream::iter(weights.iter().map(Ok))

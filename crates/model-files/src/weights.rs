@@ -1,4 +1,6 @@
 //! Reads the headers of safetensors files: locates every tensor that a model needs, and checks its shape and its place in the file.
+//!
+//! Longer than other files: the spellings of names, and the formats in 8 and 4 bits, need the same open files and headers.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io::{Read, Seek};
@@ -317,7 +319,7 @@ fn locate_spelled(
     needed.into_iter().map(|(name, shape)| files.locate(&name, &shape)).collect()
 }
 
-/// What the header of a file says about a tensor.
+/// A tensor as the header of its file describes it.
 struct Entry {
     file: String,
     name: String,

@@ -1,5 +1,7 @@
 //! What AMX and AVX512-BF16 share, which both multiply pairs of bf16: packed inputs, transposed weights, and the walk over the
 //! blocks of a product. Each has its own innermost loop ([`Multiply`]).
+//!
+//! Longer than other files: the walk uses all of these layouts.
 
 use std::arch::x86_64::*;
 use std::ops::Range;

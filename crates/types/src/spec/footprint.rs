@@ -2,6 +2,8 @@
 //! `crates/engine/tests/it/memory.rs` compares the result with the measured peak.
 //!
 //! Weights are kept in `training.dtype`, or on the CPU in 4-bit codes; everything else on the CPU is f32. Memory of a GPU is computed in `device`.
+//!
+//! Longer than other files: one calculation, whose parts share their constants.
 
 mod device;
 
