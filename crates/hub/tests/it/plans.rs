@@ -148,3 +148,18 @@ async fn offline_mode_sends_no_request() {
     assert!(matches!(error, HubError::Offline { .. }), "{error}");
     assert!(running.seen().is_empty());
 }
+
+#[tokio::test]
+async fn weights_in_git_itself_are_in_the_outline_as_a_whole() {
+    let mut files = model();
+    let shard = vec![7; 500];
+    files.insert("model-00002-of-00002.safetensors".to_owned(), shard.clone());
+    files.insert("model-00001-of-00002.safetensors".to_owned(), shard.clone());
+    let running = start(files, Faults::default()).await;
+    let client = running.client();
+    let plan = client.plan_model(&tiny()).await.unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let outline = dir.path().join("outline");
+    client.outline(&plan, &dir.path().join("parts"), &outline).await.unwrap();
+    assert_eq!(std::fs::read(outline.join("model-00002-of-00002.safetensors")).unwrap(), shard);
+}
