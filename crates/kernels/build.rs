@@ -42,8 +42,10 @@ fn out_dir() -> PathBuf {
 }
 
 /// Machine code for compute capabilities 8.x, 9.0 and 10.0, so that a device opens in milliseconds, and PTX, which the
-/// driver compiles for later ones; compressed. The assembler's register counts are written to `kernels.log`.
-const TARGETS: &str = "arch=compute_80,code=[compute_80,sm_80,sm_90,sm_100]";
+/// driver compiles for later ones; compressed. From 9.0 on, kernels contain the instructions that let one start before
+/// the one before it has ended. The assembler's register counts are written to `kernels.log`.
+const TARGETS: [&str; 4] =
+    ["-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=[compute_90,sm_90,sm_100]"];
 
 fn compile(kernels: &Path) {
     let nvcc = match (env::var_os("NVCC"), env::var_os("CUDA_HOME")) {
@@ -52,7 +54,9 @@ fn compile(kernels: &Path) {
         (None, None) => PathBuf::from("nvcc"),
     };
     let output = std::process::Command::new(&nvcc)
-        .args(["-fatbin", "-gencode", TARGETS, "-Xfatbin", "--compress-all", "--compress-mode=size"])
+        .arg("-fatbin")
+        .args(TARGETS)
+        .args(["-Xfatbin", "--compress-all", "--compress-mode=size"])
         // Kernels call fmaf explicitly where they need it, as behind the emulator. The compiler must not contract by
         // itself: it would do so differently in each kernel, but decode must have the same bits as training.
         .args(["-fmad=false", "--threads", "0", "-Xptxas", "--verbose", "-std=c++17", "-O3", "-o"])

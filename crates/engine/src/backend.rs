@@ -193,6 +193,16 @@ pub trait Compute: Buffers {
         adapter: Option<AdapterPass<'_, Self>>,
         residual: Option<&Self::Tensor>,
     ) -> Result<Self::Tensor>;
+    /// Returns [`Compute::linear`] added to a residual that is not needed any more: the result may take its memory.
+    fn linear_onto(
+        &self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        adapter: Option<AdapterPass<'_, Self>>,
+        residual: Self::Tensor,
+    ) -> Result<Self::Tensor> {
+        self.linear(x, weight, adapter, Some(&residual))
+    }
     /// Returns dL/dx of [`Compute::linear`] without the residual's part, and adds the gradients
     /// of the trained parameters.
     fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Self::FlatBuffer) -> Result<Self::Tensor>;

@@ -475,4 +475,14 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int g
     return launch(reinterpret_cast<Kernel*>(function), grid, block_x, shared, stream, params[0]);
 }
 
+// Kernels run one after the other here, whatever the attribute permits.
+CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** params, void** extra) {
+    if (config->numAttrs > 1) misuse("%u attributes of a launch", config->numAttrs);
+    if (config->numAttrs == 1 && config->attrs[0].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+        misuse("another attribute of a launch: %d", int(config->attrs[0].id));
+    }
+    return cuLaunchKernel(function, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
+                          config->blockDimY, config->blockDimZ, config->sharedMemBytes, config->hStream, params, extra);
+}
+
 }

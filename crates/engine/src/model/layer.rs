@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::linear::Linear;
+use super::linear::{Linear, Residual};
 use super::packing::Packing;
 use super::pass::Pass;
 use super::rope::Angles;
@@ -280,13 +280,18 @@ impl<B: Compute> Layer<B> {
         backend: &B,
         (linear, norm): (&Linear<B>, Option<&Norm<B>>),
         input: &B::Tensor,
-        x: &B::Tensor,
+        x: Residual<'_, B>,
         pass: Pass<'_>,
     ) -> Result<(B::Tensor, Option<B::Tensor>)> {
-        let Some(norm) = norm else { return Ok((linear.forward(backend, input, Some(x), pass)?, None)) };
-        let out = linear.forward(backend, input, None, pass)?;
+        let Some(norm) = norm else { return Ok((linear.forward(backend, input, x, pass)?, None)) };
+        let out = linear.forward(backend, input, Residual::None, pass)?;
         let normed = backend.rms_norm(&out, &norm.weight, self.eps)?;
-        Ok((backend.sum(x, &normed)?, Some(out)))
+        let sum = match x {
+            Residual::None => return Ok((normed, Some(out))),
+            Residual::Kept(x) => backend.sum(x, &normed)?,
+            Residual::Consumed(x) => backend.sum(&x, &normed)?,
+        };
+        Ok((sum, Some(out)))
     }
 
     /// Returns dL/d(attention or MLP output) of [`Layer::add`]; dL/dx is `dy` itself.
@@ -322,7 +327,7 @@ impl<B: Compute> Layer<B> {
     /// Computes `[q | k | v]` from the residual stream.
     fn read(&self, backend: &B, x: &B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
         let normed = self.before(backend, self.before_attention.as_ref(), x)?;
-        self.qkv.forward(backend, normed.as_ref().unwrap_or(x), None, pass)
+        self.qkv.forward(backend, normed.as_ref().unwrap_or(x), Residual::None, pass)
     }
 
     /// Computes `[q | k | v]` after qk-norm and rotary embedding from the residual stream.
@@ -346,7 +351,7 @@ impl<B: Compute> Layer<B> {
     /// Computes the MLP's `[gate | up]` from the residual stream after attention.
     fn widen(&self, backend: &B, middle: &B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
         let normed = self.before(backend, self.before_mlp.as_ref(), middle)?;
-        self.gate_up.forward(backend, normed.as_ref().unwrap_or(middle), None, pass)
+        self.gate_up.forward(backend, normed.as_ref().unwrap_or(middle), Residual::None, pass)
     }
 
     fn activated(&self, backend: &B, gate_up: &B::Tensor) -> Result<B::Tensor> {
@@ -354,10 +359,10 @@ impl<B: Compute> Layer<B> {
     }
 
     /// Computes the rest of the layer after attention: output projection, residual, MLP, residual.
-    pub fn finish(&self, backend: &B, x: &B::Tensor, attended: B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
+    pub fn finish(&self, backend: &B, x: Residual<'_, B>, attended: B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
         let middle = self.add(backend, self.of_attention(), &self.added(backend, attended)?, x, pass)?.0;
         let activated = self.activated(backend, &self.widen(backend, &middle, pass)?)?;
-        Ok(self.add(backend, self.of_mlp(), &activated, &middle, pass)?.0)
+        Ok(self.add(backend, self.of_mlp(), &activated, Residual::Consumed(middle), pass)?.0)
     }
 
     /// Runs a packed batch through the layer; also returns `[q | k | v]` after qk-norm and rotary embedding,
@@ -371,7 +376,7 @@ impl<B: Compute> Layer<B> {
     ) -> Result<(B::Tensor, B::Tensor)> {
         let qkv = self.project(backend, x, batch.places(), pass)?;
         let attended = backend.attend(&self.attention(batch), &qkv)?.0;
-        Ok((self.finish(backend, x, attended, pass)?, qkv))
+        Ok((self.finish(backend, Residual::Kept(x), attended, pass)?, qkv))
     }
 
     /// Runs the layer and saves the values that the backward pass reads. Without `output` it computes only these, for a
@@ -392,13 +397,13 @@ impl<B: Compute> Layer<B> {
         let (attended, softmax) = backend.attend(&self.attention(batch), &rotated)?;
         let scaled = self.scaled(backend, &attended)?;
         let input = scaled.as_ref().unwrap_or(&attended);
-        let (middle, attention_out) = self.add(backend, self.of_attention(), input, x, pass)?;
+        let (middle, attention_out) = self.add(backend, self.of_attention(), input, Residual::Kept(x), pass)?;
         drop(scaled);
         let gate_up = self.widen(backend, &middle, pass)?;
         let (y, mlp_out) = match output || self.after_mlp.is_some() {
             true => {
                 let activated = self.activated(backend, &gate_up)?;
-                let (y, out) = self.add(backend, self.of_mlp(), &activated, &middle, pass)?;
+                let (y, out) = self.add(backend, self.of_mlp(), &activated, Residual::Kept(&middle), pass)?;
                 (Some(y).filter(|_| output), out)
             }
             false => (None, None),

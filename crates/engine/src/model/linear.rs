@@ -124,18 +124,16 @@ impl<B: Compute> Linear<B> {
         Ok(())
     }
 
-    /// Computes y `[T, out]` of the layer from x `[T, in]`, and adds it to `residual`.
-    pub fn forward(
-        &self,
-        backend: &B,
-        x: &B::Tensor,
-        residual: Option<&B::Tensor>,
-        pass: Pass<'_>,
-    ) -> Result<B::Tensor> {
+    /// Computes y `[T, out]` of the layer from x `[T, in]`, and adds it to the residual.
+    pub fn forward(&self, backend: &B, x: &B::Tensor, residual: Residual<'_, B>, pass: Pass<'_>) -> Result<B::Tensor> {
         let lora = self.lora.as_ref().filter(|_| pass.adapter);
         let masks = lora.map_or(Vec::new(), |lora| lora.masks(pass));
         let adapter = lora.map(|lora| AdapterPass { adapter: &lora.adapter, masks: &masks });
-        backend.linear(x, &self.weight, adapter, residual)
+        match residual {
+            Residual::None => backend.linear(x, &self.weight, adapter, None),
+            Residual::Kept(residual) => backend.linear(x, &self.weight, adapter, Some(residual)),
+            Residual::Consumed(residual) => backend.linear_onto(x, &self.weight, adapter, residual),
+        }
     }
 
     /// Returns dL/dx of the layer, and adds the gradients of trained parameters to the flat gradient.
@@ -154,6 +152,17 @@ impl<B: Compute> Linear<B> {
         });
         backend.linear_vjp(&LinearBackward { x, dy, weight: &self.weight, adapter, full: &self.full }, gradient)
     }
+}
+
+/// The values that a layer's output is added to.
+#[derive(Debug)]
+pub enum Residual<'a, B: Compute> {
+    /// There are none.
+    None,
+    /// Values that are still needed afterwards.
+    Kept(&'a B::Tensor),
+    /// Values that are not needed any more, so that the sum may take their memory.
+    Consumed(B::Tensor),
 }
 
 impl<B: Compute> Lora<B> {

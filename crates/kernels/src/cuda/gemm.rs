@@ -53,17 +53,20 @@ pub struct Product<'a> {
     pub bias: Option<Rows<'a>>,
     /// Values added to the result, such as a residual; f32, may be the same memory as `out`.
     pub add: Option<Rows<'a>>,
+    /// Whether the right operands were complete before the latest launch, as weights are. The product may then start to
+    /// read them before that launch has ended.
+    pub settled: bool,
 }
 
 impl<'a> Product<'a> {
     /// Creates a product without additional terms.
     pub fn new(form: Form, a: Rows<'a>, b: Rows<'a>) -> Product<'a> {
-        Product { form, a, b, more: None, alpha: 1.0, bias: None, add: None }
+        Product { form, a, b, more: None, alpha: 1.0, bias: None, add: None, settled: false }
     }
 
     /// Returns m, n, k and the k of `more`; an error if the shapes do not match.
     fn sizes(&self, out: &Rows<'_>) -> Result<(usize, usize, usize, usize)> {
-        let Product { form, a, b, more, alpha: _, bias, add } = self;
+        let Product { form, a, b, more, alpha: _, bias, add, settled: _ } = self;
         let sizes = form.sizes(a, b);
         let of_more = more.as_ref().map_or(sizes.map(|(m, n, _)| (m, n, 0)), |(a2, b2)| form.sizes(a2, b2));
         let typed = more.is_none_or(|(a2, _)| a2.dtype == a.dtype)
@@ -301,7 +304,7 @@ params! {
         k_of_part: u32,
         aligned: u32,
         alpha: f32,
-        pad: u32,
+        settled: u32,
     }
 }
 
@@ -334,7 +337,7 @@ fn by_16(rows: Rows<'_>) -> bool {
 
 /// The parameter of the product kernels that describes a product.
 fn params(product: &Product<'_>, split: SplitK, out: Rows<'_>) -> Result<Params> {
-    let Product { form: _, a, b, more, alpha, bias, add } = *product;
+    let Product { form: _, a, b, more, alpha, bias, add, settled } = *product;
     let (m, n, k, k2) = product.sizes(&out)?;
     let SplitK { parts, k_of_part } = split;
     let address = |rows: Option<Rows<'_>>| rows.map_or(Ok(0), |rows| rows.address());
@@ -369,12 +372,12 @@ fn params(product: &Product<'_>, split: SplitK, out: Rows<'_>) -> Result<Params>
             out.by_fours() && (parts == 1 || (m * n).is_multiple_of(4)),
         ]),
         alpha,
-        pad: 0,
+        settled: settled.into(),
     })
 }
 
 fn fast(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Result<()> {
-    let Product { form, a, b, more, alpha, bias, mut add } = *product;
+    let Product { form, a, b, more, alpha, bias, mut add, settled: _ } = *product;
     let mut beta = 0.0;
     if let (Some(begin), Dtype::F32) = (add, out.dtype) {
         if (begin.address()?, begin.stride) != (out.address()?, out.stride) {

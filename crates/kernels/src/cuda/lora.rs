@@ -98,7 +98,7 @@ impl Adapter {
         let hidden = device.alloc(x.rows * self.rank() * self.dtype.bytes())?;
         let all = Rows::new(&hidden, x.rows, self.rank(), self.dtype);
         if dropout.is_empty() {
-            product(device, gemm, &Product::new(Form::Nt, x, self.a()), all)?;
+            product(device, gemm, &Product { settled: true, ..Product::new(Form::Nt, x, self.a()) }, all)?;
         }
         for (block, dropout) in dropout.iter().enumerate() {
             let left = dropped(device, x, *dropout)?;
@@ -141,7 +141,8 @@ impl Linear<'_> {
 }
 
 /// Computes the output of a linear layer, out = residual + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. x has the compute type; the residual
-/// is f32; out is f32 or has the compute type.
+/// is f32, and may be the memory of out; out is f32 or has the compute type. Nothing may have written to the weight or the
+/// adapter since the last but one launch.
 ///
 /// # Errors
 /// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes or types do not match.
@@ -155,7 +156,7 @@ pub fn linear(
 ) -> Result<()> {
     linear.check()?;
     let Linear { weight, bias, adapter, dropout } = *linear;
-    let plain = Product { bias, add: residual, ..Product::new(Form::Nt, x, weight) };
+    let plain = Product { bias, add: residual, settled: true, ..Product::new(Form::Nt, x, weight) };
     let Some(adapter) = adapter else { return product(device, gemm, &plain, out) };
     let hidden = adapter.hidden(device, gemm, x, dropout)?;
     let hidden = Rows::new(&hidden, x.rows, adapter.rank(), adapter.dtype);

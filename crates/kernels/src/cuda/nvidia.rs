@@ -62,6 +62,8 @@ pub(super) struct Gpu {
     workspace: u64,
     ring: Ring,
     landings: Vec<Staging>,
+    /// Whether a kernel may start before the one before it has ended; see `wait_for_earlier_work` in prelude.cuh.
+    overlapping: bool,
     /// Whether to wait after each kernel, so that an error names the kernel that caused it.
     careful: bool,
     capturing: bool,
@@ -206,8 +208,24 @@ impl Driver for Gpu {
                 function.shared = shared;
             }
             let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
-            let grid = (grid[0], grid[1], grid[2]);
-            result::launch_kernel(function.handle, grid, (block, 1, 1), shared, self.stream, &mut arguments)
+            let mut overlapping = sys::CUlaunchAttribute {
+                id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                pad: [0; 4],
+                value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+            };
+            let config = sys::CUlaunchConfig {
+                gridDimX: grid[0],
+                gridDimY: grid[1],
+                gridDimZ: grid[2],
+                blockDimX: block,
+                blockDimY: 1,
+                blockDimZ: 1,
+                sharedMemBytes: shared,
+                hStream: self.stream,
+                attrs: &raw mut overlapping,
+                numAttrs: self.overlapping.into(),
+            };
+            sys::cuLaunchKernelEx(&raw const config, function.handle, arguments.as_mut_ptr(), ptr::null_mut()).result()
         };
         let launched = match launched {
             // SAFETY: the stream belongs to this device.

@@ -20,6 +20,7 @@
     static const emulator::Registration registration_of_##name(                                                        \
         #name, sizeof(Params), [](const void* params) { name(*static_cast<const Params*>(params)); }, threads);        \
     static void name([[maybe_unused]] const Params& p)
+#define KERNEL_AHEAD(name, Params, threads, blocks) KERNEL_BOUNDS(name, Params, threads, blocks)
 #define SHARED(name) unsigned char* const name = emulator::dynamic_shared()
 #define SHARED_ARRAY(type, name, n)                                                                                    \
     type* const name = static_cast<type*>(emulator::static_shared(                                                     \

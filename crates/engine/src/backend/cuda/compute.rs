@@ -28,6 +28,21 @@ impl Cuda {
         };
         masks.iter().map(upload).collect()
     }
+
+    /// Computes [`Compute::linear`] into `out`, which may be the residual.
+    fn linear_into(
+        &self,
+        x: &Tensor,
+        weight: &Weight,
+        adapter: Option<AdapterPass<'_, Self>>,
+        residual: Option<&Tensor>,
+        out: &Tensor,
+    ) -> Result<()> {
+        let masks = self.masks(adapter.as_ref().map_or(&[], |pass| pass.masks))?;
+        let adapter = adapter.as_ref().map(|pass| &**pass.adapter);
+        let linear = Linear { weight: weight.rows(), bias: weight.bias(), adapter, dropout: &dropouts(&masks) };
+        Ok(lora::linear(&self.device, self.gemm, &linear, x.rows(), residual.map(Tensor::rows), out.rows())?)
+    }
 }
 
 fn dropouts(masks: &[(Buffer, u64, f32)]) -> Vec<Dropout<'_>> {
@@ -162,11 +177,19 @@ impl Compute for Cuda {
     ) -> Result<Tensor> {
         let dtype = if residual.is_some() { Dtype::F32 } else { self.compute() };
         let out = Tensor::new(&self.device, x.count(), weight.outputs(), dtype)?;
-        let masks = self.masks(adapter.as_ref().map_or(&[], |pass| pass.masks))?;
-        let adapter = adapter.as_ref().map(|pass| &**pass.adapter);
-        let linear = Linear { weight: weight.rows(), bias: weight.bias(), adapter, dropout: &dropouts(&masks) };
-        lora::linear(&self.device, self.gemm, &linear, x.rows(), residual.map(Tensor::rows), out.rows())?;
+        self.linear_into(x, weight, adapter, residual, &out)?;
         Ok(out)
+    }
+
+    fn linear_onto(
+        &self,
+        x: &Tensor,
+        weight: &Weight,
+        adapter: Option<AdapterPass<'_, Self>>,
+        residual: Tensor,
+    ) -> Result<Tensor> {
+        self.linear_into(x, weight, adapter, Some(&residual), &residual)?;
+        Ok(residual)
     }
 
     fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Flat) -> Result<Tensor> {

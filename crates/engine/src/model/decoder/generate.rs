@@ -8,6 +8,7 @@ use crate::error::{EngineError, Result};
 use crate::model::Adapter;
 use crate::model::decode::{Picks, Rows};
 use crate::model::layer::{self, Places};
+use crate::model::linear::Residual;
 use crate::model::packing::Packing;
 use crate::model::pass::Pass;
 use crate::model::rope::Angles;
@@ -170,7 +171,7 @@ impl<B: Decode> Decoder<B> {
                 let places = Places { positions: step.positions, angles: &angles };
                 let qkv = layer.project(backend, &x, places, pass)?;
                 let attended = backend.attend_cached(&layer.heads, cache, index, &qkv)?;
-                x = layer.finish(backend, &x, attended, pass)?;
+                x = layer.finish(backend, Residual::Consumed(x), attended, pass)?;
             }
             let picked = match step.choice.picks.is_empty() {
                 true => None,

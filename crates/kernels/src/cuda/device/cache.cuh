@@ -263,8 +263,14 @@ template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached
 }
 
 #define ATTEND_CACHED(name, T, DIM)                                                                                    \
-    KERNEL_BOUNDS(attend_cached_tasks_##name##_##DIM, AttendCached, 32, 1) { attend_cached_tasks<T, DIM>(p); }         \
-    KERNEL_BOUNDS(attend_cached_rows_##name##_##DIM, AttendCached, 32, 1) { attend_cached_rows<T, DIM>(p); }
+    KERNEL_BOUNDS(attend_cached_tasks_##name##_##DIM, AttendCached, 32, 1) {                                           \
+        let_next_start();                                                                                              \
+        attend_cached_tasks<T, DIM>(p);                                                                                \
+    }                                                                                                                  \
+    KERNEL_BOUNDS(attend_cached_rows_##name##_##DIM, AttendCached, 32, 1) {                                            \
+        let_next_start();                                                                                              \
+        attend_cached_rows<T, DIM>(p);                                                                                 \
+    }
 ATTEND_CACHED(bf16, bf16, 32)
 ATTEND_CACHED(bf16, bf16, 64)
 ATTEND_CACHED(bf16, bf16, 128)

@@ -22,7 +22,8 @@ struct Gemm {
     // values at a time.
     uint32_t aligned;
     float alpha;
-    uint32_t unused;
+    // Whether b and b2 were complete before the previous kernel was submitted.
+    uint32_t settled;
 };
 
 // The tile of outputs that a thread block computes: columns of 8 tiles of rows, so that concurrent blocks share lines.

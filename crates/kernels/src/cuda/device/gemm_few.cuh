@@ -1,6 +1,8 @@
 // Products of at most 16 rows, a · bᵀ only, at the speed at which memory delivers b: a block computes 8 columns, its
 // warps share k, and a warp loads all it needs of b before it multiplies. Only sums go through shared memory.
 //
+// Weights that are older than the previous kernel are read before its end: `settled`.
+//
 // Step j of 32 values of k belongs to warp j mod the number of warps, in both products. The warps' sums are added in
 // order: a row's bits depend on k, k2 and the number of warps, not on the other rows.
 #pragma once
@@ -49,10 +51,8 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
     uint32_t at2 = warp * 32 + value;
     Words4 first2[3] = {zeros, zeros, zeros};
     if (aligned2 && p.k2 % 8 == 0) {
-        if (in_low && at2 < p.k2) first2[0] = load_words4(a2 + at2);
-        if (in_high && at2 < p.k2) first2[1] = load_words4(high2 + at2);
+        if (!p.settled) wait_for_earlier_work();
         if (in_b && at2 < p.k2) first2[2] = load_words4_once(b2 + at2);
-        at2 += apart;
     }
 
     uint32_t at = warp * 32 + value;
@@ -61,12 +61,21 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
     size_t to_high = (size_t)8 * p.a_stride;
     // End of the lane's values in each line of the operands.
     uint32_t b_end = in_b ? p.k : 0, low_end = in_low ? p.k : 0, high_end = in_high ? p.k : 0;
+    if (!p.settled) wait_for_earlier_work();
+    Words4 right[DEPTH];
+    _Pragma("unroll")
+    for (uint32_t i = 0; i < DEPTH; i++) right[i] = at + i * apart < b_end ? load_words4_once(b + i * apart) : zeros;
+    if (p.settled) wait_for_earlier_work();
+    let_next_start();
+    if (aligned2 && p.k2 % 8 == 0) {
+        if (in_low && at2 < p.k2) first2[0] = load_words4(a2 + at2);
+        if (in_high && at2 < p.k2) first2[1] = load_words4(high2 + at2);
+        at2 += apart;
+    }
     _Pragma("unroll 1")
     for (uint32_t begin = warp * 32; begin < p.k; begin += DEPTH * apart) {
-        Words4 right[DEPTH], low[DEPTH], high[TALL ? DEPTH : 1];
+        Words4 low[DEPTH], high[TALL ? DEPTH : 1];
         high[0] = zeros;
-        _Pragma("unroll")
-        for (uint32_t i = 0; i < DEPTH; i++) right[i] = at + i * apart < b_end ? load_words4_once(b + i * apart) : zeros;
         _Pragma("unroll")
         for (uint32_t i = 0; i < DEPTH; i++) {
             low[i] = at + i * apart < low_end ? load_words4(a + i * apart) : zeros;
@@ -75,6 +84,8 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
         _Pragma("unroll")
         for (uint32_t i = 0; i < DEPTH; i++) multiply_few(sums, low[i], high[TALL ? i : 0], right[i]);
         at += DEPTH * apart, a += DEPTH * apart, b += DEPTH * apart;
+        _Pragma("unroll")
+        for (uint32_t i = 0; i < DEPTH; i++) right[i] = at + i * apart < b_end ? load_words4_once(b + i * apart) : zeros;
     }
     if (p.k2 != 0) multiply_few(sums, first2[0], first2[1], first2[2]);
     _Pragma("unroll 1")
@@ -102,7 +113,7 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
     }
 }
 
-KERNEL_BOUNDS(gemm_few_f32, Gemm, 512, 1) { gemm_few<8, false, float>(p); }
-KERNEL_BOUNDS(gemm_few_bf16, Gemm, 512, 1) { gemm_few<8, false, bf16>(p); }
-KERNEL_BOUNDS(gemm_few_tall_f32, Gemm, 512, 1) { gemm_few<4, true, float>(p); }
-KERNEL_BOUNDS(gemm_few_tall_bf16, Gemm, 512, 1) { gemm_few<4, true, bf16>(p); }
+KERNEL_AHEAD(gemm_few_f32, Gemm, 512, 1) { gemm_few<8, false, float>(p); }
+KERNEL_AHEAD(gemm_few_bf16, Gemm, 512, 1) { gemm_few<8, false, bf16>(p); }
+KERNEL_AHEAD(gemm_few_tall_f32, Gemm, 512, 1) { gemm_few<4, true, float>(p); }
+KERNEL_AHEAD(gemm_few_tall_bf16, Gemm, 512, 1) { gemm_few<4, true, bf16>(p); }

@@ -42,8 +42,14 @@ template <bool WIDE, typename T> DEVICE void silu_mul(const Silu &p) {
     write8<WIDE>((T *)p.out + (size_t)place.row * p.out_stride, place.at, p.width, ups);
 }
 
-KERNEL(silu_mul_f32, Silu) { p.wide ? silu_mul<true, float>(p) : silu_mul<false, float>(p); }
-KERNEL(silu_mul_bf16, Silu) { p.wide ? silu_mul<true, bf16>(p) : silu_mul<false, bf16>(p); }
+KERNEL(silu_mul_f32, Silu) {
+    let_next_start();
+    p.wide ? silu_mul<true, float>(p) : silu_mul<false, float>(p);
+}
+KERNEL(silu_mul_bf16, Silu) {
+    let_next_start();
+    p.wide ? silu_mul<true, bf16>(p) : silu_mul<false, bf16>(p);
+}
 
 template <bool WIDE, typename T> DEVICE void silu_mul_vjp(const Silu &p) {
     Place place = place_of(p.rows, p.width, 8);

@@ -80,12 +80,30 @@ template <int N, typename Out> DEVICE void norm_rows(const Norm &p) {
     wide ? norm_row<N, true, Out>(p) : norm_row<N, false, Out>(p);
 }
 
-KERNEL(rms_norm_1024_f32, Norm) { norm_rows<8, float>(p); }
-KERNEL(rms_norm_1024_bf16, Norm) { norm_rows<8, bf16>(p); }
-KERNEL(rms_norm_2048_f32, Norm) { norm_rows<16, float>(p); }
-KERNEL(rms_norm_2048_bf16, Norm) { norm_rows<16, bf16>(p); }
-KERNEL(rms_norm_long_f32, Norm) { norm_long_row<float>(p); }
-KERNEL(rms_norm_long_bf16, Norm) { norm_long_row<bf16>(p); }
+KERNEL(rms_norm_1024_f32, Norm) {
+    let_next_start();
+    norm_rows<8, float>(p);
+}
+KERNEL(rms_norm_1024_bf16, Norm) {
+    let_next_start();
+    norm_rows<8, bf16>(p);
+}
+KERNEL(rms_norm_2048_f32, Norm) {
+    let_next_start();
+    norm_rows<16, float>(p);
+}
+KERNEL(rms_norm_2048_bf16, Norm) {
+    let_next_start();
+    norm_rows<16, bf16>(p);
+}
+KERNEL(rms_norm_long_f32, Norm) {
+    let_next_start();
+    norm_long_row<float>(p);
+}
+KERNEL(rms_norm_long_bf16, Norm) {
+    let_next_start();
+    norm_long_row<bf16>(p);
+}
 
 struct NormBackward {
     const float *x, *weight;

@@ -9,6 +9,12 @@
 //
 // KERNEL(name, Params)              a kernel with one parameter, `p`; launched by its name
 // KERNEL_BOUNDS(name, Params, t, b) the same, at most t threads per block, at least b blocks per multiprocessor
+// KERNEL_AHEAD(name, Params, t, b)  the same, but its body must call wait_for_earlier_work() itself
+// wait_for_earlier_work()           waits for all work that was submitted earlier; every kernel begins with it. A kernel may
+//                                   start while the one before it runs; before it waits, it may only read memory that is
+//                                   older than that one.
+// let_next_start()                  the next kernel may start from now on, if there is room on the device. Only after
+//                                   wait_for_earlier_work(), and only in kernels whose results are activations
 // DEVICE                            a function that kernels call: `template <typename T> DEVICE float square(T x)`
 // SHARED(name)                      the dynamic shared memory: `unsigned char*`, aligned to 16 bytes
 // SHARED_ARRAY(type, name, n)       a static shared array (a pointer in the emulator: no sizeof)
@@ -28,12 +34,32 @@
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_SPECIAL __device__ __forceinline__
 #define CHECK_ALIGNED(address, bytes) (void)0
-#define KERNEL(name, Params) extern "C" __global__ void name(const Params p)
-#define KERNEL_BOUNDS(name, Params, threads, blocks)                                                                   \
+#define KERNEL_OF(name, Params, bounds)                                                                                \
+    DEVICE void body_of_##name(const Params& p);                                                                       \
+    extern "C" __global__ void bounds name(const Params p) {                                                           \
+        wait_for_earlier_work();                                                                                       \
+        body_of_##name(p);                                                                                             \
+    }                                                                                                                  \
+    DEVICE void body_of_##name(const Params& p)
+#define KERNEL(name, Params) KERNEL_OF(name, Params, )
+#define KERNEL_BOUNDS(name, Params, threads, blocks) KERNEL_OF(name, Params, __launch_bounds__(threads, blocks))
+#define KERNEL_AHEAD(name, Params, threads, blocks)                                                                    \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(const Params p)
 #define SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #define SHARED_ARRAY(type, name, n) __shared__ __align__(16) type name[n]
 #endif
+
+DEVICE void wait_for_earlier_work() {
+#if !defined(RLOOD_EMULATOR) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void let_next_start() {
+#if !defined(RLOOD_EMULATOR) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 #define FULL 0xffffffffu
 #define WARP 32u

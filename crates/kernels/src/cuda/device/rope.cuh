@@ -118,8 +118,14 @@ template <bool WIDE, typename T> DEVICE void rotate_heads(const Rope &p) {
     write_pairs<WIDE>(out, head.at, head.half, x);
 }
 
-KERNEL(rotate_f32, Rope) { p.wide ? rotate_heads<true, float>(p) : rotate_heads<false, float>(p); }
-KERNEL(rotate_bf16, Rope) { p.wide ? rotate_heads<true, bf16>(p) : rotate_heads<false, bf16>(p); }
+KERNEL(rotate_f32, Rope) {
+    let_next_start();
+    p.wide ? rotate_heads<true, float>(p) : rotate_heads<false, float>(p);
+}
+KERNEL(rotate_bf16, Rope) {
+    let_next_start();
+    p.wide ? rotate_heads<true, bf16>(p) : rotate_heads<false, bf16>(p);
+}
 
 // Rotates the gradient dL/dout of a head back.
 DEVICE void turn_back(const RotatedHead &head, Pairs &dy) {

@@ -213,6 +213,7 @@ fn few_rows_are_one_launch_whose_rows_have_the_same_bits_alone() {
                     alpha: if all { 0.5 } else { 1.0 },
                     bias: all.then(|| bias.rows()),
                     add: all.then(|| residual.rows().part(rows.clone())),
+                    settled: all,
                     ..Product::new(Form::Nt, a.rows().part(rows.clone()), b.rows())
                 };
                 let out = Given::odd(&device, rows.len(), n, 7, out_type);

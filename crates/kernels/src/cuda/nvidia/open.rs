@@ -148,6 +148,7 @@ impl Gpu {
                 workspace,
                 ring: Ring::default(),
                 landings: Vec::new(),
+                overlapping: major >= 9 && std::env::var_os("RLOOD_CUDA_OVERLAP").is_none_or(|value| value != "0"),
                 careful: std::env::var_os("RLOOD_CUDA_SYNC").is_some_and(|value| value == "1"),
                 capturing: false,
             }
