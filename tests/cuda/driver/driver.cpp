@@ -177,6 +177,7 @@ CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
     Stream* stream = of(handle);
     if (!stream->capture) return CUDA_ERROR_ILLEGAL_STATE;
     if (stream->capture->thread != std::this_thread::get_id()) return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+    if (joined != nullptr) misuse("a capture ends, and another stream's work in it was not waited for");
     auto made = new Nodes(stream->capture->work);
     add(driver().graphs, made);
     *graph = reinterpret_cast<CUgraph>(made);
@@ -365,13 +366,34 @@ CUresult cuEventCreate(CUevent* event, unsigned int flags) {
 
 CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
     IN_CONTEXT();
-    NOT_CAPTURING();
     Event* event = of(handle);
     Stream* stream = of(stream_handle);
+    event->captured_in = captured_by(stream);
+    if (event->captured_in != nullptr) return CUDA_SUCCESS;
+    NOT_CAPTURING();
     std::lock_guard<std::recursive_mutex> guard(stream->running);
     event->stream = stream;
     event->place = stream->asked + 1;
     return ask(stream, [event] { event->reached = Clock::now(); });
+}
+
+// While a stream is captured, another joins the capture by waiting for an event of it, and leaves it when the captured
+// stream waits for an event of that other one. What is captured runs in the order in which it was asked for.
+CUresult cuStreamWaitEvent(CUstream stream_handle, CUevent handle, unsigned int flags) {
+    IN_CONTEXT();
+    Stream* stream = of(stream_handle);
+    Event* event = of(handle);
+    if (flags != 0) misuse("flags of a wait for an event: %u", flags);
+    if (event->captured_in != nullptr) {
+        if (capturing != event->captured_in) misuse("a wait for an event of another capture");
+        if (stream == capturing) joined = nullptr;
+        else joined = stream;
+        return CUDA_SUCCESS;
+    }
+    NOT_CAPTURING();
+    return ask(stream, [other = event->stream, place = event->place] {
+        if (place != 0) run(other, place);
+    });
 }
 
 CUresult cuEventSynchronize(CUevent handle) {

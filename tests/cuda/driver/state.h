@@ -51,6 +51,8 @@ struct Event {
     struct Stream* stream = nullptr;
     // The record's place among the stream's work; 0: never recorded.
     uint64_t place = 0;
+    // The captured stream that it was recorded in; then it only orders the work of that capture.
+    struct Stream* captured_in = nullptr;
     Clock::time_point reached;
 };
 
@@ -138,6 +140,12 @@ inline Driver& driver() {
 inline thread_local Gpu* current = nullptr;
 // The capture that this thread began, under which it may call little.
 inline thread_local Stream* capturing = nullptr;
+// Another stream whose work is a part of that capture.
+inline thread_local Stream* joined = nullptr;
+// The captured stream, if this stream's work is a part of a capture.
+inline Stream* captured_by(Stream* stream) {
+    return capturing != nullptr && (stream == capturing || stream == joined) ? capturing : nullptr;
+}
 
 // Counts a call, and tells the error that it is to answer with.
 inline CUresult called(const char* name) {
@@ -226,6 +234,7 @@ inline void run(Stream* stream, uint64_t place) {
 }
 
 inline CUresult ask(Stream* stream, Work work) {
+    if (stream == joined) stream = capturing;
     if (stream->capture) {
         if (stream->capture->thread != std::this_thread::get_id()) misuse("work from another thread for a stream that is captured");
         stream->capture->work->push_back(std::move(work));

@@ -96,6 +96,18 @@ impl DType {
     }
 }
 
+/// When a matrix product runs, relative to the work around it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Order {
+    /// After all earlier work, and before all later work.
+    #[default]
+    InTurn,
+    /// After all earlier work, possibly at the same time as the following products that are [`Order::Beside`].
+    Aside,
+    /// Possibly before the end of the latest product that is [`Order::Aside`].
+    Beside,
+}
+
 /// A matrix product given by addresses. Strides are the distances between rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Product {
@@ -114,6 +126,7 @@ pub(super) struct Product {
     pub result: DType,
     pub alpha: f32,
     pub beta: f32,
+    pub order: Order,
 }
 
 /// A kernel of the module, found by its name.

@@ -16,7 +16,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub use super::device_api::{CudaError, DType, Launch, Properties};
+pub use super::device_api::{CudaError, DType, Launch, Order, Properties};
 pub use gemm::{Gemm, Matrix};
 pub(super) use plain::params;
 pub use plain::{Params, Plain};

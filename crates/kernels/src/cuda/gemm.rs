@@ -2,7 +2,7 @@
 
 mod few;
 
-use super::driver::{self, Device, Launch, Matrix, params};
+use super::driver::{self, Device, Launch, Matrix, Order, params};
 use super::rows::{Dtype, Parts, Result, Rows, bits, check, check_rows, copy, finish, size};
 
 /// The implementation of matrix products.
@@ -376,30 +376,66 @@ fn params(product: &Product<'_>, split: SplitK, out: Rows<'_>) -> Result<Params>
     })
 }
 
-fn fast(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Result<()> {
-    let Product { form, a, b, more, alpha, bias, mut add, settled: _ } = *product;
-    let mut beta = 0.0;
-    if let (Some(begin), Dtype::F32) = (add, out.dtype) {
-        if (begin.address()?, begin.stride) != (out.address()?, out.stride) {
-            copy(device, begin, out)?;
-        }
-        (beta, add) = (1.0, None);
-    }
-    let mut multiply = |a: Rows<'_>, b: Rows<'_>| -> Result<()> {
-        let (transpose_a, transpose_b) = (form == Form::Tn, form == Form::Nt);
-        device.gemm(&driver::Gemm {
-            a: matrix(a),
-            transpose_a,
-            b: matrix(b),
-            transpose_b,
-            c: matrix(out),
-            alpha,
-            beta: std::mem::replace(&mut beta, 1.0),
-        })
+/// Computes [`product`] after `inner` = a·factor, the left operand of its second product: of LoRA, x·Aᵀ. cuBLAS computes
+/// it at the same time as the first product.
+///
+/// # Errors
+/// [`CudaError::Input`](driver::CudaError::Input) if the shapes or types do not match, or there is no second product.
+pub fn product_over(device: &Device, gemm: Gemm, whole: &Product<'_>, factor: Rows<'_>, out: Rows<'_>) -> Result<()> {
+    let Product { form, a, b, more, alpha, bias, add, settled } = *whole;
+    let Some((inner, b2)) = more else {
+        return check(false, || "a product over another has no second product".to_owned());
     };
-    multiply(a, b)?;
-    if let Some((a2, b2)) = more {
-        multiply(a2, b2)?;
+    let first = Product { settled, ..Product::new(form, a, factor) };
+    if gemm == Gemm::Exact || few::is_few(whole, out) || out.rows == 0 || out.width == 0 {
+        product(device, gemm, &first, inner)?;
+        return product(device, gemm, whole, out);
+    }
+    first.sizes(&inner)?;
+    whole.sizes(&out)?;
+    let (beta, add) = begin(device, add, out)?;
+    library(device, form, (a, factor), (1.0, 0.0), inner, Order::Aside)?;
+    library(device, form, (a, b), (alpha, beta), out, Order::Beside)?;
+    library(device, form, (inner, b2), (alpha, 1.0), out, Order::InTurn)?;
+    finish(device, bias, add, out)
+}
+
+/// Puts values to add where cuBLAS adds to them; returns cuBLAS's factor of them, and those that are still to be added.
+fn begin<'a>(device: &Device, add: Option<Rows<'a>>, out: Rows<'_>) -> Result<(f32, Option<Rows<'a>>)> {
+    let (Some(values), Dtype::F32) = (add, out.dtype) else { return Ok((0.0, add)) };
+    if (values.address()?, values.stride) != (out.address()?, out.stride) {
+        copy(device, values, out)?;
+    }
+    Ok((1.0, None))
+}
+
+/// Computes a product with cuBLAS.
+fn library(
+    device: &Device,
+    form: Form,
+    (a, b): (Rows<'_>, Rows<'_>),
+    (alpha, beta): (f32, f32),
+    out: Rows<'_>,
+    order: Order,
+) -> Result<()> {
+    device.gemm(&driver::Gemm {
+        a: matrix(a),
+        transpose_a: form == Form::Tn,
+        b: matrix(b),
+        transpose_b: form == Form::Nt,
+        c: matrix(out),
+        alpha,
+        beta,
+        order,
+    })
+}
+
+fn fast(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Result<()> {
+    let Product { form, a, b, more, alpha, bias, add, settled: _ } = *product;
+    let (beta, add) = begin(device, add, out)?;
+    library(device, form, (a, b), (alpha, beta), out, Order::InTurn)?;
+    if let Some(second) = more {
+        library(device, form, second, (alpha, 1.0), out, Order::InTurn)?;
     }
     finish(device, bias, add, out)
 }

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::driver::{Buffer, Device};
-use super::gemm::{Form, Gemm, Product, outer, outer_parts, product};
+use super::gemm::{Form, Gemm, Product, outer, outer_parts, product, product_over};
 use super::rows::{Dropout, Dtype, Result, Rows, check, check_rows, column_sums, copy, copy_scaled, drop_out};
 
 /// LoRA factors of a fused weight on the device: A stacked, B block-diagonal and scaled by s.
@@ -158,6 +158,12 @@ pub fn linear(
     let Linear { weight, bias, adapter, dropout } = *linear;
     let plain = Product { bias, add: residual, settled: true, ..Product::new(Form::Nt, x, weight) };
     let Some(adapter) = adapter else { return product(device, gemm, &plain, out) };
+    if dropout.is_empty() {
+        let hidden = device.alloc(x.rows * adapter.rank() * adapter.dtype.bytes())?;
+        let hidden = Rows::new(&hidden, x.rows, adapter.rank(), adapter.dtype);
+        let whole = Product { more: Some((hidden, adapter.b())), ..plain };
+        return product_over(device, gemm, &whole, adapter.a(), out);
+    }
     let hidden = adapter.hidden(device, gemm, x, dropout)?;
     let hidden = Rows::new(&hidden, x.rows, adapter.rank(), adapter.dtype);
     product(device, gemm, &Product { more: Some((hidden, adapter.b())), ..plain }, out)
@@ -222,18 +228,18 @@ pub fn linear_vjp(device: &Device, gemm: Gemm, backward: &LinearBackward<'_>, dx
     let rank = adapter.rank();
     let dh = device.alloc(x.rows * rank * adapter.dtype.bytes())?;
     let dh = Rows::new(&dh, x.rows, rank, adapter.dtype);
-    product(device, gemm, &Product::new(Form::Nn, dy_read, adapter.b()), dh)?;
     let a_slot = |(at, _): &(usize, usize)| Rows::within(gradient, *at, adapter.r, x.width);
     check(slots.is_empty() || slots.len() == adapter.parts.len(), || {
         format!("{} modules of an adapter have {} places in the gradient", adapter.parts.len(), slots.len())
     })?;
     if dropout.is_empty() {
-        product(device, gemm, &Product { more: Some((dh, adapter.a())), ..plain }, dx)?;
+        product_over(device, gemm, &Product { more: Some((dh, adapter.a())), ..plain }, adapter.b(), dx)?;
         if !slots.is_empty() {
             let slots: Vec<Rows<'_>> = slots.iter().map(a_slot).collect();
             outer_parts(device, gemm, dh, x, 1.0, &slots)?;
         }
     } else {
+        product(device, gemm, &Product::new(Form::Nn, dy_read, adapter.b()), dh)?;
         dropped_vjp(device, gemm, &LinearBackward { dy: dy_read, ..*backward }, adapter, dh, dx)?;
     }
     if slots.is_empty() {

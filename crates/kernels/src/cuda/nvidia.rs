@@ -1,6 +1,6 @@
 //! A GPU accessed through NVIDIA's driver and cuBLAS, which are both loaded when the first device is opened.
 //!
-//! It uses one stream, no events except for staging memory, and the driver's memory pool keeps freed memory. After
+//! It uses one stream, and a second one for products that run beside others; the driver's memory pool keeps freed memory. After
 //! `enter`, any thread may make calls, but only one at a time.
 
 mod handles;
@@ -15,7 +15,7 @@ use cudarc::driver::sys::{CUfunction_attribute, CUresult};
 use cudarc::driver::{result, sys};
 
 use super::KEPT_FREE_BYTES;
-use super::device_api::{CudaError, DType, Driver, Found, Graph, Launch, Product, Source, Staging, Timer, Work};
+use super::device_api::{CudaError, DType, Driver, Found, Graph, Launch, Order, Product, Source, Staging, Timer, Work};
 use handles::{EventPair, GraphExec};
 pub(super) use open::{count, describe};
 
@@ -49,6 +49,25 @@ struct Ring {
     used: usize,
 }
 
+/// cuBLAS for a stream.
+#[derive(Debug)]
+struct Blas {
+    handle: blas_sys::cublasHandle_t,
+    workspace: u64,
+}
+
+/// A second stream, for products that are [`Order::Aside`].
+#[derive(Debug)]
+struct Side {
+    stream: sys::CUstream,
+    blas: Blas,
+    /// What a product aside waits for, and its end.
+    fork: sys::CUevent,
+    end: sys::CUevent,
+    /// Whether the main stream has not waited yet for the end of the latest product aside.
+    is_apart: bool,
+}
+
 /// A GPU that was opened.
 #[derive(Debug)]
 pub(super) struct Gpu {
@@ -58,8 +77,8 @@ pub(super) struct Gpu {
     pool: sys::CUmemoryPool,
     module: sys::CUmodule,
     functions: Vec<Function>,
-    blas: blas_sys::cublasHandle_t,
-    workspace: u64,
+    blas: Blas,
+    side: Side,
     ring: Ring,
     landings: Vec<Staging>,
     /// Whether a kernel may start before the one before it has ended; see `wait_for_earlier_work` in prelude.cuh.
@@ -141,7 +160,30 @@ impl Gpu {
         Ok(())
     }
 
+    /// Lets the main stream wait for the product aside, if there is one. Returns whether there was.
+    fn join(&mut self) -> Result<bool, CudaError> {
+        if !std::mem::take(&mut self.side.is_apart) {
+            return Ok(false);
+        }
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: the event and the stream belong to this device.
+        driver_result("cuStreamWaitEvent", unsafe { result::stream::wait_event(self.stream, self.side.end, flags) })?;
+        Ok(true)
+    }
+
+    /// Lets the second stream wait for all work of the main stream.
+    fn fork(&mut self) -> Result<(), CudaError> {
+        self.join()?;
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: the event and both streams belong to this device.
+        unsafe {
+            driver_result("cuEventRecord", result::event::record(self.side.fork, self.stream))?;
+            driver_result("cuStreamWaitEvent", result::stream::wait_event(self.side.stream, self.side.fork, flags))
+        }
+    }
+
     fn begin_capture(&mut self) -> Result<(), CudaError> {
+        self.join()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream belongs to this device, and no capture is in progress:
         // end_capture follows each begin_capture.
@@ -152,10 +194,15 @@ impl Gpu {
 
     fn end_capture(&mut self) -> Result<GraphExec, CudaError> {
         self.capturing = false;
+        let joined = self.join();
         // SAFETY: a capture is in progress; the graph is destroyed once, after the executable graph
         // was created from it.
         unsafe {
             let graph = driver_result("cuStreamEndCapture", result::stream::end_capture(self.stream))?;
+            if let Err(error) = joined {
+                let _ = result::graph::destroy(graph);
+                return Err(error);
+            }
             let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
             let _ = result::graph::destroy(graph);
             let graph = made.map_err(|error| of_driver("cuGraphInstantiate", error))?;
@@ -190,11 +237,14 @@ impl Driver for Gpu {
     }
 
     fn launch(&mut self, kernel: u32, launch: Launch, params: &[u8]) -> Result<(), CudaError> {
+        let joined = self.join()?;
         let function = self.functions.get_mut(kernel as usize);
         let function = function.ok_or_else(|| {
             CudaError::Failed(format!("GPU kernel number {kernel} was launched before its name was looked up"))
         })?;
         let Launch { grid, block, shared } = launch;
+        // After a wait for another stream, a kernel starts when all before it has ended.
+        let overlapping_now = self.overlapping && !joined;
         // SAFETY: the function was found in the module. The driver copies the parameter before it returns; its size is
         // the one that the function takes (the queue compared them). The caller has checked the addresses in it.
         let launched = unsafe {
@@ -223,7 +273,7 @@ impl Driver for Gpu {
                 sharedMemBytes: shared,
                 hStream: self.stream,
                 attrs: &raw mut overlapping,
-                numAttrs: self.overlapping.into(),
+                numAttrs: overlapping_now.into(),
             };
             sys::cuLaunchKernelEx(&raw const config, function.handle, arguments.as_mut_ptr(), ptr::null_mut()).result()
         };
@@ -236,17 +286,20 @@ impl Driver for Gpu {
     }
 
     fn zero(&mut self, to: u64, bytes: usize) -> Result<(), CudaError> {
+        self.join()?;
         // SAFETY: `to` is a range of a live buffer, checked by Device.
         driver_result("cuMemsetD8Async", unsafe { result::memset_d8_async(to, 0, bytes, self.stream) })
     }
 
     fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
+        self.join()?;
         // SAFETY: both addresses are ranges of live buffers, checked by Device.
         driver_result("cuMemcpyDtoDAsync", unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) })
     }
 
     /// Copies bytes through the ring of pinned memory, piece by piece.
     fn upload(&mut self, mut to: u64, bytes: &[u8]) -> Result<(), CudaError> {
+        self.join()?;
         for piece in bytes.chunks(PIECE_BYTES) {
             let (index, at) = self.room(piece.len())?;
             self.ring.pieces[index].fill(at, piece);
@@ -261,6 +314,7 @@ impl Driver for Gpu {
     }
 
     fn upload_staged(&mut self, to: u64, staging: &Staging, at: usize, bytes: usize) -> Result<(), CudaError> {
+        self.join()?;
         assert!(at + bytes <= staging.bytes, "an upload to the GPU must lie within its staging memory");
         // SAFETY: copies from pinned memory, which is overwritten only after its event, to a range of a live buffer.
         driver_result("cuMemcpyHtoDAsync", unsafe {
@@ -281,6 +335,7 @@ impl Driver for Gpu {
     }
 
     fn synchronize(&mut self) -> Result<(), CudaError> {
+        self.join()?;
         // SAFETY: the stream belongs to this device.
         driver_result("cuStreamSynchronize", unsafe { result::stream::synchronize(self.stream) })
     }
@@ -303,6 +358,7 @@ impl Driver for Gpu {
     }
 
     fn used(&mut self, staging: &mut Staging) -> Result<(), CudaError> {
+        self.join()?;
         // SAFETY: the event belongs to the staging memory, the stream to this device.
         driver_result("cuEventRecord", unsafe { result::event::record(staging.event.cast(), self.stream) })
     }
@@ -313,6 +369,7 @@ impl Driver for Gpu {
 
     /// Starts to copy from the device to pinned memory; `settle` must be called before it is read.
     fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
+        self.join()?;
         assert!(bytes <= staging.bytes, "a download from the GPU must lie within its staging memory");
         // SAFETY: copies from a range of a live buffer to pinned memory that is read only after its event.
         driver_result("cuMemcpyDtoHAsync", unsafe {
@@ -322,6 +379,7 @@ impl Driver for Gpu {
     }
 
     fn start_timer(&mut self) -> Result<Box<dyn Timer>, CudaError> {
+        self.join()?;
         Ok(Box::new(EventPair::begin(self.stream)?))
     }
 
@@ -344,10 +402,17 @@ impl Driver for Gpu {
             DType::Bf16 => blas_sys::cudaDataType_t::CUDA_R_16BF,
         };
         let (alpha, beta) = (product.alpha, product.beta);
+        let aside = self.overlapping && product.order == Order::Aside;
+        if aside {
+            self.fork()?;
+        } else if product.order != Order::Beside {
+            self.join()?;
+        }
+        let handle = if aside { self.side.blas.handle } else { self.blas.handle };
         // SAFETY: the matrices are in live buffers, checked by Gemm, and the sizes fit into c_int.
         let outcome = unsafe {
             blas::gemm_ex(
-                self.blas,
+                handle,
                 operation(product.transpose_b),
                 operation(product.transpose_a),
                 columns as c_int,
@@ -368,6 +433,11 @@ impl Driver for Gpu {
                 blas_sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
         };
+        if aside {
+            // SAFETY: the event and the stream belong to this device.
+            driver_result("cuEventRecord", unsafe { result::event::record(self.side.end, self.side.stream) })?;
+            self.side.is_apart = true;
+        }
         outcome.map_err(|error| match error.0 {
             blas_sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => out_of_memory(),
             _ => failed("cublasGemmEx", error),
@@ -412,8 +482,15 @@ impl Drop for Gpu {
             for staging in self.ring.pieces.drain(..).chain(self.landings.drain(..)).collect::<Vec<_>>() {
                 self.unstage(staging);
             }
-            let _ = blas::destroy_handle(self.blas);
-            let _ = result::free_async(self.workspace, self.stream);
+            let _ = result::stream::synchronize(self.side.stream);
+            for Blas { handle, workspace } in [&self.blas, &self.side.blas] {
+                let _ = blas::destroy_handle(*handle);
+                let _ = result::free_async(*workspace, self.stream);
+            }
+            for event in [self.side.fork, self.side.end] {
+                let _ = result::event::destroy(event);
+            }
+            let _ = result::stream::destroy(self.side.stream);
             let _ = result::stream::synchronize(self.stream);
             let _ = result::mem_pool::trim_to(self.pool, 0);
             let _ = result::module::unload(self.module);

@@ -10,7 +10,7 @@ use crate::commands::bench::BenchError;
 use crate::commands::bench::timing::repeat;
 use crate::config::Precision;
 use crate::engine::error::EngineError;
-use crate::engine::kernels::cuda::driver::{Buffer, CudaError, DType, Device, Gemm, Matrix, Plain};
+use crate::engine::kernels::cuda::driver::{Buffer, CudaError, DType, Device, Gemm, Matrix, Order, Plain};
 use crate::engine::random::{Key, Stream};
 
 /// Number of bytes that one copy moves: far more than a cache of the GPU holds.
@@ -93,6 +93,7 @@ fn peak<T: Plain + From<bf16>>(device: &Device, sides: &[usize], dtype: DType) -
             c: Matrix::whole(&y, dtype, n, n),
             alpha: 1.0,
             beta: 0.0,
+            order: Order::InTurn,
         };
         let timing = repeat(3, MIN_SECONDS, || {
             (0..BATCH).try_for_each(|_| device.gemm(&gemm))?;

@@ -1,7 +1,7 @@
 //! Matrix products by cuBLAS: describes the operands' positions in buffers, and checks them before a launch.
 
 use super::Buffer;
-use crate::cuda::device_api::{CudaError, DType, Product};
+use crate::cuda::device_api::{CudaError, DType, Order, Product};
 
 /// A row-major matrix within a buffer.
 #[derive(Clone, Copy, Debug)]
@@ -59,12 +59,14 @@ pub struct Gemm<'a> {
     pub alpha: f32,
     /// Factor of the previous values of `c`; with 0 they are not read.
     pub beta: f32,
+    /// When the product runs, relative to the work around it.
+    pub order: Order,
 }
 
 impl Gemm<'_> {
     /// Checks shapes and bounds. Returns `None` if there is nothing to compute.
     pub(super) fn product(&self) -> Result<Option<Product>, CudaError> {
-        let Gemm { a, transpose_a, b, transpose_b, c, alpha, beta } = *self;
+        let Gemm { a, transpose_a, b, transpose_b, c, alpha, beta, order } = *self;
         let (rows, inner) = if transpose_a { (a.columns, a.rows) } else { (a.rows, a.columns) };
         let (inner_b, columns) = if transpose_b { (b.columns, b.rows) } else { (b.rows, b.columns) };
         if (inner, rows, columns) != (inner_b, c.rows, c.columns) {
@@ -95,6 +97,7 @@ impl Gemm<'_> {
             result: c.dtype,
             alpha,
             beta,
+            order,
         };
         if rows == 0 || columns == 0 {
             return Ok(None);

@@ -254,6 +254,7 @@ fn cublas_multiplies_views_with_strides_transposed_and_accumulated() {
                 c: Matrix { at: 16, stride: 8, ..Matrix::whole(&dc, dtype(bf16_out), m, n) },
                 alpha: 0.5,
                 beta: 2.0,
+                order: Order::InTurn,
             };
             device.gemm(&gemm).unwrap();
             let count = c.len();
@@ -286,7 +287,8 @@ fn a_product_of_shapes_that_do_not_fit_is_refused() {
     let Some(device) = device() else { return };
     let buffer = device.zeros(4 * 12).unwrap();
     let f32s = |rows, columns| Matrix::whole(&buffer, DType::F32, rows, columns);
-    let gemm = |a, b, c| Gemm { a, transpose_a: false, b, transpose_b: false, c, alpha: 1.0, beta: 0.0 };
+    let gemm =
+        |a, b, c| Gemm { a, transpose_a: false, b, transpose_b: false, c, alpha: 1.0, beta: 0.0, order: Order::InTurn };
     let refused = |gemm: Gemm<'_>| matches!(device.gemm(&gemm), Err(CudaError::Input(_)));
     assert!(refused(gemm(f32s(2, 3), f32s(4, 2), f32s(2, 2))));
     assert!(refused(gemm(f32s(2, 3), f32s(3, 2), f32s(2, 3))));

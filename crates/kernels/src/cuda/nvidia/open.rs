@@ -7,7 +7,7 @@ use cudarc::cublas::{result as blas, sys as blas_sys};
 use cudarc::driver::sys::{CUdevice_attribute, CUresult};
 use cudarc::driver::{result, sys};
 
-use super::{Gpu, Ring, bind, driver_result, failed};
+use super::{Blas, Gpu, Ring, Side, bind, driver_result, failed};
 use crate::cuda::device_api::{CudaError, Properties};
 
 /// The bytes of the compiled kernels, with the alignment that the driver expects of a module.
@@ -129,23 +129,16 @@ impl Gpu {
                 result::mem_pool::set_attribute(pool, threshold, (&raw mut keep).cast()),
             )?;
             let module = load(&format!("CUDA {}", spoken(version)))?;
-            let handle = blas::create_handle().map_err(|error| failed("cublasCreate", error))?;
-            blas::set_stream(handle, stream.cast()).map_err(|error| failed("cublasSetStream", error))?;
-            // Keep partial sums of a product in 32 bits even if the result is bf16.
-            let math = blas_sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
-            blas_sys::cublasSetMathMode(handle, math).result().map_err(|error| failed("cublasSetMathMode", error))?;
-            let workspace = driver_result("cuMemAllocAsync", result::malloc_async(stream, WORKSPACE_BYTES))?;
-            blas_sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, WORKSPACE_BYTES)
-                .result()
-                .map_err(|error| failed("cublasSetWorkspace", error))?;
+            let blas = blas(stream)?;
+            let side = side()?;
             Gpu {
                 context,
                 stream,
                 pool,
                 module,
                 functions: Vec::new(),
-                blas: handle,
-                workspace,
+                blas,
+                side,
                 ring: Ring::default(),
                 landings: Vec::new(),
                 overlapping: major >= 9 && std::env::var_os("RLOOD_CUDA_OVERLAP").is_none_or(|value| value != "0"),
@@ -158,6 +151,38 @@ impl Gpu {
         }
         Ok((gpu, properties))
     }
+}
+
+/// Opens cuBLAS for a stream.
+///
+/// # Safety
+/// The stream belongs to the current context, and outlives the result.
+unsafe fn blas(stream: sys::CUstream) -> Result<Blas, CudaError> {
+    // SAFETY: the handle is used in the current context; the workspace is memory of the stream.
+    unsafe {
+        let handle = blas::create_handle().map_err(|error| failed("cublasCreate", error))?;
+        blas::set_stream(handle, stream.cast()).map_err(|error| failed("cublasSetStream", error))?;
+        // Keep partial sums of a product in 32 bits even if the result is bf16.
+        let math = blas_sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+        blas_sys::cublasSetMathMode(handle, math).result().map_err(|error| failed("cublasSetMathMode", error))?;
+        let workspace = driver_result("cuMemAllocAsync", result::malloc_async(stream, WORKSPACE_BYTES))?;
+        blas_sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, WORKSPACE_BYTES)
+            .result()
+            .map_err(|error| failed("cublasSetWorkspace", error))?;
+        Ok(Blas { handle, workspace })
+    }
+}
+
+/// Creates the second stream.
+///
+/// # Safety
+/// A context is current.
+unsafe fn side() -> Result<Side, CudaError> {
+    let event = || driver_result("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING));
+    let stream = driver_result("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
+    // SAFETY: the stream was just created in the current context.
+    let blas = unsafe { blas(stream) }?;
+    Ok(Side { stream, blas, fork: event()?, end: event()?, is_apart: false })
 }
 
 fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {

@@ -22,6 +22,7 @@ fn body(device: &Device, x: &[f32], y: &Buffer, factor: f32) -> Result<Buffer, C
         c: Matrix::whole(&out, DType::F32, count, 1),
         alpha: 10.0,
         beta: 0.0,
+        order: Order::InTurn,
     })?;
     Ok(out)
 }
