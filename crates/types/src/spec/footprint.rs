@@ -43,8 +43,9 @@ pub const MAX_LOGITS: u64 = 1 << 24;
 /// Maximum number of logits in one chunk of scored positions on a GPU.
 pub const CUDA_MAX_LOGITS: u64 = 1 << 27;
 
-/// GPU memory that the driver uses for the process, in bytes: its context, the kernels, and cuBLAS with its workspace.
-pub const CUDA_CONTEXT_BYTES: u64 = 640 << 20;
+/// GPU memory that the driver uses for the process, in bytes: its context, the kernels, and cuBLAS with its workspaces for two
+/// streams. As an NVIDIA H200 had it (benches/results/gpu_nvidia_h200.json: peaks beside estimates).
+pub const CUDA_CONTEXT_BYTES: u64 = 960 << 20;
 
 /// GPU memory that buffers leave free, in bytes. The driver needs it for kernels that are loaded late, for the stacks of their
 /// threads, and for graphs.
