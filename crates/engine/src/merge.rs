@@ -9,7 +9,7 @@ mod companions;
 mod layout;
 mod update;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
@@ -26,6 +26,7 @@ use super::error::{EngineError, Result};
 use super::load::{Weights, read_values};
 use super::lora::{self, Lora};
 use crate::modelcard::{self, ModelCard, TensorDtype, TensorLocation};
+use crate::spec::FourBitPlan;
 
 pub use self::update::Survived;
 
@@ -116,6 +117,9 @@ pub struct MergeInput<'a> {
     pub is_adapter: bool,
     /// Storage format of the merged weights; None selects the format of most base weights.
     pub dtype: Option<MergedDtype>,
+    /// The 4-bit format to which the run quantized the base's linear layers. The adapter was trained on the values of their codes,
+    /// so these are merged.
+    pub four_bit: Option<FourBitPlan>,
     /// The directory of the merged model, which must be empty.
     pub out_dir: &'a Path,
 }
@@ -151,7 +155,8 @@ pub fn merge(input: MergeInput<'_>, progress: &mut dyn FnMut(u64, u64) -> bool) 
         dir: weights_dir.to_owned(),
         dtype,
         updates: lora.as_ref().map(|lora| updates_of(lora, &card)).transpose()?.unwrap_or_default(),
-        weights: Weights::open(weights_dir, &weights_card),
+        weights: Weights::open(weights_dir, &weights_card).quantized(input.four_bit),
+        quantized: input.four_bit.map_or_else(HashSet::new, |_| linear_layers(&weights_card)),
         sums: Sums::default(),
         largest: 0.0,
         done: 0,
@@ -176,6 +181,13 @@ fn full_card(input: MergeInput<'_>) -> Result<ModelCard> {
     Ok(modelcard::read(input.checkpoint_dir)?)
 }
 
+/// The names of the matrices of linear layers: those that `training.load_in_4bit` quantizes.
+fn linear_layers(card: &ModelCard) -> HashSet<String> {
+    let is_linear = |name: &str| name.starts_with("model.layers.");
+    let tensors = card.config.tensors().into_iter();
+    tensors.filter(|(name, shape)| shape.len() == 2 && is_linear(name)).map(|(name, _)| name).collect()
+}
+
 /// The storage format of most weights of the base model that are not 4-bit codes. Embeddings never are.
 fn most_common(card: &ModelCard) -> MergedDtype {
     let count = |dtype| {
@@ -195,8 +207,10 @@ struct Merging {
     dir: PathBuf,
     dtype: MergedDtype,
     updates: HashMap<String, Update>,
-    /// Reads the base weights that are stored in 8 bits with scales.
+    /// Reads the base weights that are stored in 8 bits with scales, in 4 bits, or that the run quantized.
     weights: Weights,
+    /// The names of the matrices that the run quantized.
+    quantized: HashSet<String>,
     sums: Sums,
     largest: f32,
     done: u64,
@@ -260,10 +274,11 @@ impl Merging {
         wrote: &mut dyn FnMut(&[u8]) -> Result<()>,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<bool> {
-        // A tensor stored in 8 bits with scales, or in 4 bits, is widened as a whole.
-        let expanded = match canonical.filter(|_| location.scale.is_some() || location.four_bit.is_some()) {
-            Some(name) => Some(self.weights.values(name)?.0),
-            None => None,
+        // A tensor stored in 8 bits with scales, or in 4 bits, or that the run quantized, is widened as a whole.
+        let expanded = match canonical {
+            Some(name) if self.quantized.contains(name) => Some(self.weights.matrix(name)?.0.into_values()),
+            Some(name) if location.scale.is_some() || location.four_bit.is_some() => Some(self.weights.values(name)?.0),
+            _ => None,
         };
         let update = canonical.and_then(|name| self.updates.get(name));
         let width = tensor.shape.last().copied().unwrap_or(1).max(1);

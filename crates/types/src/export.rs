@@ -10,6 +10,7 @@ use utoipa::ToSchema;
 
 use crate::one_shot::ChildLine;
 use crate::protocol::FileEntry;
+use crate::spec::FourBitPlan;
 
 /// Data type of exported weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -62,6 +63,9 @@ pub struct ExportTask {
     pub checkpoint_dir: PathBuf,
     /// Whether the checkpoint is an adapter.
     pub is_adapter: bool,
+    /// The 4-bit format to which the job quantized the base model when it was loaded.
+    #[serde(default)]
+    pub four_bit: Option<FourBitPlan>,
     /// The request for the export.
     pub request: ExportRequest,
     /// The output directory, which is empty.

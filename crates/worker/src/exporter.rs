@@ -53,6 +53,7 @@ fn export(task: &ExportTask) -> Result<ExportResult, EngineError> {
             ExportDtype::Float16 => MergedDtype::Float16,
             ExportDtype::Bfloat16 => MergedDtype::Bfloat16,
         }),
+        four_bit: task.four_bit,
         out_dir: &task.out_dir,
     };
     let mut last_progress: Option<Instant> = None;

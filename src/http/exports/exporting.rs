@@ -109,6 +109,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<ExportTask, ExportEr
         model_dir: model.source.into(),
         checkpoint_dir: state.files.checkpoint_dir(checkpoint.job, checkpoint.step, checkpoint.attempt),
         is_adapter: plan.lora.is_some(),
+        four_bit: plan.training.four_bit(),
         request,
         out_dir,
     })

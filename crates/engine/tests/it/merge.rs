@@ -8,11 +8,12 @@ use half::bf16;
 use rlood_engine::backend::BackendKind;
 use rlood_engine::merge::{MergeInput, Merged, MergedDtype, merge};
 use rlood_engine::model::Policy;
+use rlood_types::spec::{FourBitPlan, QuantType};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
 fn input<'a>(case: &'a Path, adapter: &'a Path, dtype: Option<MergedDtype>, out: &'a Path) -> MergeInput<'a> {
-    MergeInput { model_dir: case, checkpoint_dir: adapter, is_adapter: true, dtype, out_dir: out }
+    MergeInput { model_dir: case, checkpoint_dir: adapter, is_adapter: true, dtype, four_bit: None, out_dir: out }
 }
 
 fn merged(case: &str, dtype: Option<MergedDtype>) -> (tempfile::TempDir, Merged) {
@@ -129,6 +130,40 @@ fn eight_bits_are_expanded_and_the_other_parts_of_a_multimodal_checkpoint_stay()
     let names: Vec<String> = tensors(out.path()).into_keys().collect();
     let base_names: Vec<String> = tensors(&base).into_keys().filter(|name| !name.ends_with("lm_head.weight")).collect();
     assert_eq!(names, base_names);
+}
+
+#[test]
+fn a_base_that_the_run_quantized_is_merged_like_one_that_is_stored_in_4_bits() {
+    let case = rlood_test_support::fixture("parity/qwen3_nf4");
+    let base = tempfile::tempdir().unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(case.join(name), base.path().join(name)).unwrap();
+    }
+    std::fs::copy(case.join("unquantised.safetensors"), base.path().join("model.safetensors")).unwrap();
+    let mut config = json(&case, "config.json");
+    config.as_object_mut().unwrap().remove("quantization_config");
+    std::fs::write(base.path().join("config.json"), config.to_string()).unwrap();
+
+    let (stored, made) = merged("qwen3_nf4", None);
+    assert_eq!(made.dtype, MergedDtype::Bfloat16);
+    let config = json(stored.path(), "config.json");
+    assert!(
+        config.get("quantization_config").is_none()
+            && config["torch_dtype"].as_str().unwrap_or("bfloat16") == "bfloat16"
+    );
+    let is_code = |name: &String| name.contains(".absmax") || name.contains(".quant_");
+    let merge_of = |four_bit| {
+        let out = tempfile::tempdir().unwrap();
+        let lora = case.join("lora");
+        let input = MergeInput { four_bit, ..input(base.path(), &lora, None, out.path()) };
+        merge(input, &mut |_, _| true).unwrap().unwrap();
+        tensors(out.path())
+    };
+    let expanded = tensors(stored.path());
+    assert!(!expanded.keys().any(is_code), "{:?}", expanded.keys());
+    let nested = FourBitPlan { quant_type: QuantType::Nf4, is_nested: true };
+    assert!(merge_of(Some(nested)) == expanded, "other weights than those of the stored codes");
+    assert!(merge_of(None) != expanded, "the base is not quantized unless the run did it");
 }
 
 #[test]

@@ -212,6 +212,7 @@ fn check_merged(dir: &Path, section: &Value, kind: BackendKind) -> Checked {
         checkpoint_dir: &dir.join(section["dir"].as_str().unwrap()),
         is_adapter: true,
         dtype: Some(MergedDtype::Float32),
+        four_bit: None,
         out_dir: out.path(),
     };
     let merged = merge(input, &mut |_, _| true).map_err(chain)?.ok_or("it was stopped")?;

@@ -379,7 +379,7 @@ fn is_nf4(quant_type: &QuantType) -> bool {
 }
 
 /// How linear layers are quantized when the model is loaded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FourBitPlan {
     /// The 4-bit format.
     pub quant_type: QuantType,
