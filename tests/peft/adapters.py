@@ -47,6 +47,11 @@ JOBS = {
     "mistral3": {},
     "mistral3_ministral": {},
 }
+# Cases in bitsandbytes' 4 bits, which transformers loads with bitsandbytes itself.
+FOUR_BIT = ["qwen3_nf4", "llama_nf4_skip", "llama_fp4"]
+# bitsandbytes multiplies in its own order on the CPU, and rounds codes to bf16: its logits are this far from those of the values
+# that the codes stand for (crates/engine/tests/it/four_bit.rs).
+FOUR_BIT_LOGITS = 0.3
 PROMPT = "the quick"
 TOKENS = 12
 # Where PEFT's first and second token are this near, the engines may choose differently.
@@ -181,6 +186,36 @@ def check(server, name, lora, folder):
     return compared, shifted
 
 
+@torch.no_grad()
+def check_four_bit(server, name, folder):
+    """An adapter that was trained on 4-bit codes, loaded by PEFT over bitsandbytes' own layers: it moves their logits as it moves those
+    of the expanded model. Returns how far the logits are apart, and the cosine between both changes."""
+    job = train(server, name, {})
+    into = folder / name
+    with tarfile.open(fileobj=io.BytesIO(server.bytes(f"/jobs/{job}/adapter"))) as archive:
+        archive.extractall(into, filter="data")
+    assert json.loads((into / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+    coded = transformers.AutoModelForCausalLM.from_pretrained(
+        CASES / name, dtype=torch.float32, device_map={"": "cpu"}, attn_implementation="eager")
+    ids = torch.tensor([transformers.AutoTokenizer.from_pretrained(CASES / name)("the quick brown fox jumps over it")["input_ids"]])
+    logits = []
+    for base in (coded, load(CASES / name)):
+        model = peft.PeftModel.from_pretrained(base, into).eval()
+        if base is coded:
+            kinds = {type(module) for module in model.modules()}
+            assert peft.tuners.lora.bnb.Linear4bit in kinds, f"{name}: PEFT found no layer of bitsandbytes"
+            known = {key.replace(".default", "") for key in model.state_dict() if "lora_" in key}
+            assert set(load_file(into / "adapter_model.safetensors")) == known, name
+        with_adapter = model(input_ids=ids).logits.float()
+        with model.disable_adapter():
+            logits.append((with_adapter, with_adapter - model(input_ids=ids).logits.float()))
+    (ours, change), (exact, exact_change) = logits
+    apart = (ours - exact).abs().max().item()
+    cosine = torch.nn.functional.cosine_similarity(change.flatten(), exact_change.flatten(), dim=0).item()
+    assert apart <= FOUR_BIT_LOGITS and cosine >= 0.95, f"{name}: logits {apart} apart, changes with the cosine {cosine}"
+    print(f"peft {name} over bitsandbytes: logits {apart:.3f} apart, changes with the cosine {cosine:.4f}", flush=True)
+
+
 def eos_of(folder):
     eos = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id", [])
     return eos if isinstance(eos, list) else [eos]
@@ -194,9 +229,12 @@ def main():
         server = Server(sys.argv[1], work)
         try:
             done = [check(server, name, lora, work) for name, lora in JOBS.items()]
+            for name in FOUR_BIT:
+                check_four_bit(server, name, work)
         finally:
             server.stop()
     assert sum(shifted for _, shifted in done) > len(done) / 2, "most adapters change nothing: the comparison says little"
+    print(f"figure: adapters loaded by PEFT over bitsandbytes: {len(FOUR_BIT)}")
     print(f"figure: adapters loaded by PEFT: {len(done)}, greedy tokens the same: {sum(compared for compared, _ in done)}")
 
 
