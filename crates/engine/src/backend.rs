@@ -91,6 +91,10 @@ pub trait Buffers: Clone + Debug + Send + Sync + 'static {
     fn upload_matrices(&self, matrices: Vec<Matrix>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Self::Weight> {
         self.upload_weight(concatenated(matrices), inputs, bias)
     }
+    /// Returns the memory of a matrix in bytes, without its bias; None if the backend does not know it.
+    fn matrix_bytes(&self, _weight: &Self::Weight) -> Option<usize> {
+        None
+    }
     /// Creates the weight of a norm from a range of parameters, each plus `offset`.
     fn vector_from(&self, parameters: &Self::FlatBuffer, place: Range<usize>, offset: f32) -> Result<Self::Vector>;
     /// Creates a matrix from parameters: the `[out, inputs]` weights and biases of each module, in

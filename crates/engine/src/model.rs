@@ -234,6 +234,12 @@ impl Policy {
         }
     }
 
+    /// Memory of the base model's matrices in bytes: of the linear layers, and of embedding and head; None if the backend does
+    /// not know it.
+    pub fn matrix_bytes(&self) -> Option<(usize, usize)> {
+        with_decoder!(&self.network, |decoder| decoder.matrix_bytes())
+    }
+
     /// Frees memory that the backend caches for reuse.
     pub fn release(&self) {
         with_decoder!(&self.network, |decoder| decoder.release());

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::profile::{ProfileFigures, profile};
 use super::timing::{Timing, repeat, repeat_reporting};
-use super::{BenchError, Setting, io};
+use super::{BenchError, Setting, io, job};
 use crate::engine::backend::BackendKind;
 use crate::engine::backend::Module;
 use crate::engine::generate::{GeneratePrompt, GenerateRequest, generate};
@@ -44,9 +44,25 @@ pub struct DecodeFigures {
     pub peak_mib: f64,
     /// Peak memory of the GPU in MiB; None on the CPU.
     pub device_peak_mib: Option<f64>,
+    /// Memory of the base model's matrices; None on a GPU.
+    #[serde(default)]
+    pub base: Option<BaseMemory>,
     /// Kernel times while the batch of a training step is generated, with at most 128 tokens per completion; None without
     /// `--profile` or on the CPU.
     pub profile: Option<ProfileFigures>,
+}
+
+/// Memory of the base model's matrices, as the backend holds them.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct BaseMemory {
+    /// Memory of the linear layers in MiB, padding included.
+    pub linear_mib: f64,
+    /// The same as a share of their size in bf16.
+    pub linear_of_bf16: f64,
+    /// Memory of embedding and head in MiB.
+    pub others_mib: f64,
+    /// The whole as a share of the server's estimate of it.
+    pub of_estimate: f64,
 }
 
 /// Results of generating one batch.
@@ -100,6 +116,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
         batches: batches.to_vec(),
         peak_mib: peak_mib(),
         device_peak_mib: device_peak_mib(&bench.policy),
+        base: base_memory(setting, &bench.policy),
         profile: None,
     };
     let mut batches = Vec::new();
@@ -139,6 +156,18 @@ pub fn beside_a_busy_process(setting: &Setting<'_>) -> Result<BusyFigures, Bench
     let busy_tok_s = tokens / bench.batch((prompts, generations), completion, times, |_| Ok(()))?.median_seconds;
     drop(busy);
     Ok(BusyFigures { idle_tok_s, busy_tok_s, ratio: busy_tok_s / idle_tok_s })
+}
+
+/// The memory of the base model's matrices; None if the backend does not know it, or the server would refuse such a job.
+fn base_memory(setting: &Setting<'_>, policy: &Policy) -> Option<BaseMemory> {
+    let (linear, others) = policy.matrix_bytes()?;
+    let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
+    Some(BaseMemory {
+        linear_mib: mib(linear),
+        linear_of_bf16: linear as f64 / (2 * setting.weights.linear) as f64,
+        others_mib: mib(others),
+        of_estimate: mib(linear + others) / job::estimate_of_base_mib(setting)?,
+    })
 }
 
 /// Peak of the process's resident memory so far, in MiB; 0 if the system does not report it.

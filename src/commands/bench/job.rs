@@ -10,7 +10,7 @@ use crate::config::{Device, FourBit, machine_memory_bytes};
 use crate::engine;
 use crate::engine::host::PromptRow;
 use crate::engine::text::Text;
-use crate::spec::footprint::{Footprint, Place};
+use crate::spec::footprint::{Footprint, Place, weight_bytes};
 use crate::spec::{Context, DatasetFacts, FieldError, JobSpec, ModelFacts, Plan, PromptLengths, resolve};
 
 /// Returns prompts with the requested number of tokens: words of the random model, or decoded tokens of a given one.
@@ -113,6 +113,13 @@ pub(super) fn estimate_of_training_mib(setting: &Setting<'_>, micro_batch_tokens
     plan.training.gradient_checkpointing = args.gradient_checkpointing;
     let needs = footprint(setting, &plan, micro_batch_tokens);
     Some(mib(needs.total - needs.optimizer))
+}
+
+/// Returns the server's estimate of the base model's weights in MiB. None if the server would refuse the job.
+pub(super) fn estimate_of_base_mib(setting: &Setting<'_>) -> Option<f64> {
+    let rows = rows(setting, setting.args.prompts as usize).ok()?;
+    let plan = plan(setting, setting.args.generations.max(2), &rows, 1).ok()?;
+    Some(mib(weight_bytes(&plan, setting.card.num_parameters, &setting.card.shape())))
 }
 
 fn mib(bytes: u64) -> f64 {

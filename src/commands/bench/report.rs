@@ -154,6 +154,12 @@ impl<'a> Report<'a> {
                 batch.gb_s,
             );
         }
+        if let Some(base) = decode.base {
+            println!(
+                "  base model: linear layers {:.1} MiB, {:.3} of bf16; embedding and head {:.1} MiB; together {:.3} of the estimate",
+                base.linear_mib, base.linear_of_bf16, base.others_mib, base.of_estimate
+            );
+        }
         print_peak(decode.peak_mib, decode.device_peak_mib, None);
         print_profile(decode.profile.as_ref());
     }

@@ -134,6 +134,10 @@ impl Buffers for Cpu {
         }
     }
 
+    fn matrix_bytes(&self, weight: &Weight) -> Option<usize> {
+        Some(weight.matrix.size_bytes())
+    }
+
     fn vector_from(&self, parameters: &Vec<f32>, place: Range<usize>, offset: f32) -> Result<Arc<Vec<f32>>> {
         self.upload_vector(parameters[place].iter().map(|value| value + offset).collect())
     }

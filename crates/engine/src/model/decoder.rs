@@ -160,6 +160,18 @@ impl<B: Compute> Decoder<B> {
         }
     }
 
+    /// Returns the memory of the matrices in bytes: of the linear layers, and of embedding and head; None if the backend does
+    /// not know it.
+    pub fn matrix_bytes(&self) -> Option<(usize, usize)> {
+        let linear = self.layers.iter().map(|layer| layer.matrix_bytes(&self.backend)).sum::<Option<usize>>()?;
+        let embedding = self.backend.matrix_bytes(&self.embedding)?;
+        let head = match self.config.tie_word_embeddings {
+            true => 0,
+            false => self.backend.matrix_bytes(&self.head.weight)?,
+        };
+        Some((linear, embedding + head))
+    }
+
     fn batch<'p>(&self, packing: &'p Packing) -> Result<Batch<'p, B>> {
         Ok(Batch { packing, angles: Angles::new(&self.backend, &packing.token_tables, &packing.positions)? })
     }

@@ -252,6 +252,11 @@ impl<B: Compute> Layer<B> {
         backend.concat_columns(&[&dq, &dk, &backend.columns(&d_qkv, v)?])
     }
 
+    /// Returns the memory of the linear layers' matrices in bytes; None if the backend does not know it.
+    pub fn matrix_bytes(&self, backend: &B) -> Option<usize> {
+        [&self.qkv, &self.o, &self.gate_up, &self.down].into_iter().map(|linear| linear.matrix_bytes(backend)).sum()
+    }
+
     /// Computes the normed input of attention or MLP; None if the model has no norm there.
     fn before(&self, backend: &B, norm: Option<&Norm<B>>, x: &B::Tensor) -> Result<Option<B::Tensor>> {
         norm.map(|norm| backend.rms_norm(x, &norm.weight, self.eps)).transpose()

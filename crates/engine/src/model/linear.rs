@@ -74,6 +74,11 @@ impl<B: Compute> Linear<B> {
         Ok(Linear { parts, inputs, has_bias: bias, weight, lora: None, full: Vec::new() })
     }
 
+    /// Returns the memory of the layer's matrix in bytes; None if the backend does not know it.
+    pub fn matrix_bytes(&self, backend: &B) -> Option<usize> {
+        backend.matrix_bytes(&self.weight)
+    }
+
     fn outputs(&self) -> usize {
         self.parts.last().map_or(0, |part| part.outputs().end)
     }
