@@ -112,8 +112,9 @@ impl Export {
 /// Export a checkpoint to a format that other programs load.
 ///
 /// `merged` is a model directory: base weights plus the adapter's update, added in f32 and rounded once, with config, tokenizer and
-/// the base model's sharding. For full fine-tuning it is the checkpoint in the requested dtype. `survived` reports how much of the
-/// update the dtype keeps, and `advice` recommends an alternative if that is too little. The response comes immediately; `GET
+/// the base model's sharding. For full fine-tuning it is the checkpoint in the requested dtype. `gguf` is the same model as one file for
+/// llama.cpp, and `gguf_adapter` the adapter alone for it; families and tokenizers that were not compared with llama.cpp fail with the code
+/// `unsupported`. `survived` reports how much of the update the dtype keeps, and `advice` recommends an alternative if that is too little. The response comes immediately; `GET
 /// /exports/{id}` reports progress. If an export of the same checkpoint and format is queued, running or complete, it is returned
 /// instead of a second one (200). The files are kept for 7 days.
 #[utoipa::path(post, path = "/checkpoints/{id}/exports", tag = "Artifacts",
@@ -138,6 +139,9 @@ async fn create_export(
 }
 
 async fn begin(state: AppState, id: CheckpointId, request: ExportRequest) -> Result<Answer, Problem> {
+    request.check().map_err(|(field, why)| {
+        Problem::new(Code::InvalidBody, format!("{field}: {why}")).item(format!("/{field}"), "invalid", why)
+    })?;
     let checkpoint = state.store.checkpoint_get(id).await?;
     let request = json!(request);
     let known = state.store.task_list(TaskKind::Export, checkpoint.job, Some(id)).await?;

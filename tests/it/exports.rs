@@ -14,7 +14,8 @@ use serde_json::{Value, json};
 
 use crate::processes::{Server, signal, trained};
 
-const MERGED: ExportRequest = ExportRequest { format: ExportFormat::Merged, dtype: Some(ExportDtype::Float32) };
+const MERGED: ExportRequest =
+    ExportRequest { format: ExportFormat::Merged, dtype: Some(ExportDtype::Float32), context_length: None };
 const PATIENCE: Duration = Duration::from_secs(120);
 
 async fn ended(server: &Server, id: &str) -> Value {
@@ -84,7 +85,7 @@ async fn an_export_survives_a_restart_and_what_was_not_finished_is_removed() {
     let dir = tempfile::tempdir().unwrap();
     let (mut server, job) = trained(dir.path(), false).await;
     let checkpoints = server.client.list_checkpoints(job.parse().unwrap()).collect().await.unwrap();
-    let request = ExportRequest { format: ExportFormat::Merged, dtype: None };
+    let request = ExportRequest { format: ExportFormat::Merged, dtype: None, context_length: None };
     let export = server.client.create_export(checkpoints[0].id, &request).await.unwrap();
     let done = ended(&server, &export.id.to_string()).await;
     assert_eq!((&done["state"], &done["survived"]), (&json!("succeeded"), &json!(null)), "{done}");

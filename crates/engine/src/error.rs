@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use crate::job;
 use crate::modelcard::ModelCardError;
+use crate::modelcard::gguf::Refused;
 use crate::modelcard::text::TextError;
 use crate::trajectory::NotOneCompletion;
 
@@ -31,6 +32,9 @@ pub enum EngineError {
     /// A trajectory has context segments or several model segments where a single completion is required.
     #[error(transparent)]
     Trajectory(#[from] NotOneCompletion),
+    /// A checkpoint cannot be written in a format, because another program would compute something else from it.
+    #[error(transparent)]
+    Refused(#[from] Refused),
     /// An input cannot be computed as requested, such as an empty prompt.
     #[error("{0}")]
     Input(String),
@@ -111,6 +115,7 @@ impl EngineError {
             | EngineError::Text(_)
             | EngineError::Adapter(_)
             | EngineError::Trajectory(_)
+            | EngineError::Refused(_)
             | EngineError::Input(_)
             | EngineError::Prompts(_)
             | EngineError::Diverged { .. }

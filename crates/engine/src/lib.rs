@@ -64,6 +64,7 @@ pub mod delta;
 pub mod error;
 mod evaluate;
 pub mod generate;
+pub mod gguf;
 pub mod gpu;
 pub mod host;
 pub mod load;

@@ -12,6 +12,7 @@ mod update;
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{BufWriter, Write};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -21,13 +22,14 @@ use serde_json::{Map, Value, json};
 
 use self::companions::{copy_others, write_config, write_index};
 use self::layout::{FilePlan, SINGLE, TensorKind, TensorPlan, weight_files};
-use self::update::{Sums, Update, add, updates_of};
+use self::update::{Update, add, updates_of};
 use super::error::{EngineError, Result};
 use super::load::{Weights, read_values};
 use super::lora::{self, Lora};
 use crate::modelcard::{self, ModelCard, TensorDtype, TensorLocation};
 use crate::spec::FourBitPlan;
 
+pub(crate) use self::update::Sums;
 pub use self::update::Survived;
 
 /// Storage format of the merged weights.
@@ -134,34 +136,18 @@ const PART: usize = 1 << 22;
 /// Fails if a file cannot be read or written, if the adapter belongs to another model, or if a merged weight is not
 /// finite in the dtype.
 pub fn merge(input: MergeInput<'_>, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Option<Merged>> {
-    let card = modelcard::read(input.model_dir)?;
-    let weights_dir = if input.is_adapter { input.model_dir } else { input.checkpoint_dir };
-    let weights_card = if input.is_adapter { card.clone() } else { full_card(input)? };
-    let lora = match input.is_adapter {
-        true => {
-            let config = lora::read_config(input.checkpoint_dir, &card.config)?;
-            Some(Lora::read(&config, &card.config, &input.checkpoint_dir.join(lora::WEIGHTS))?)
-        }
-        false => None,
+    let dtype = match input.dtype {
+        Some(dtype) => dtype,
+        None => base_dtype(input.model_dir)?,
     };
-    let dtype = input.dtype.unwrap_or_else(|| most_common(&card));
-    let files = weight_files(weights_dir)?;
+    let base = Base::open(input.model_dir, input.checkpoint_dir, input.is_adapter, input.four_bit)?;
+    let files = weight_files(&base.dir)?;
     let mut plans = Vec::with_capacity(files.len());
     for name in &files {
-        plans.push(FilePlan::of(weights_dir, name, &weights_card, dtype)?);
+        plans.push(FilePlan::of(&base.dir, name, &base.card, dtype)?);
     }
     let total = plans.iter().flat_map(|plan| &plan.tensors).map(|tensor| tensor.num_elements).sum();
-    let mut merging = Merging {
-        dir: weights_dir.to_owned(),
-        dtype,
-        updates: lora.as_ref().map(|lora| updates_of(lora, &card)).transpose()?.unwrap_or_default(),
-        weights: Weights::open(weights_dir, &weights_card).quantized(input.four_bit),
-        quantized: input.four_bit.map_or_else(HashSet::new, |_| linear_layers(&weights_card)),
-        sums: Sums::default(),
-        largest: 0.0,
-        done: 0,
-        total,
-    };
+    let mut merging = Merging { base, dtype, sums: Sums::default(), largest: 0.0, done: 0, total };
     for plan in &plans {
         if !merging.write(plan, input.out_dir, progress)? {
             return Ok(None);
@@ -176,16 +162,19 @@ pub fn merge(input: MergeInput<'_>, progress: &mut dyn FnMut(u64, u64) -> bool) 
     Ok(Some(Merged { dtype, survived: merging.sums.survived(), largest: merging.largest }))
 }
 
-/// Describes a checkpoint of all weights, with the base model's config.
-fn full_card(input: MergeInput<'_>) -> Result<ModelCard> {
-    Ok(modelcard::read(input.checkpoint_dir)?)
-}
-
 /// The names of the matrices of linear layers: those that `training.load_in_4bit` quantizes.
 fn linear_layers(card: &ModelCard) -> HashSet<String> {
     let is_linear = |name: &str| name.starts_with("model.layers.");
     let tensors = card.config.tensors().into_iter();
     tensors.filter(|(name, shape)| shape.len() == 2 && is_linear(name)).map(|(name, _)| name).collect()
+}
+
+/// The storage format of most weights of a base model.
+///
+/// # Errors
+/// Fails if the model cannot be read.
+pub fn base_dtype(model_dir: &Path) -> Result<MergedDtype> {
+    Ok(most_common(&modelcard::read(model_dir)?))
 }
 
 /// The storage format of most weights of the base model that are not 4-bit codes. Embeddings never are.
@@ -203,14 +192,76 @@ fn io(path: &Path) -> impl Fn(std::io::Error) -> EngineError + '_ {
     move |source| EngineError::Io { path: path.to_owned(), source }
 }
 
-struct Merging {
-    dir: PathBuf,
-    dtype: MergedDtype,
+/// The weights that an adapter was trained on, and its updates of them.
+pub(crate) struct Base {
+    /// The directory of the weights.
+    pub(crate) dir: PathBuf,
+    /// Describes the weights.
+    pub(crate) card: ModelCard,
     updates: HashMap<String, Update>,
-    /// Reads the base weights that are stored in 8 bits with scales, in 4 bits, or that the run quantized.
+    /// Reads the weights that are stored in 8 bits with scales, in 4 bits, or that the run quantized.
     weights: Weights,
     /// The names of the matrices that the run quantized.
     quantized: HashSet<String>,
+}
+
+impl Base {
+    /// Reads the base's card, and the adapter if the checkpoint is one.
+    pub(crate) fn open(
+        model_dir: &Path,
+        checkpoint_dir: &Path,
+        is_adapter: bool,
+        four_bit: Option<FourBitPlan>,
+    ) -> Result<Base> {
+        let (dir, lora) = match is_adapter {
+            true => (model_dir, Some(read_lora(model_dir, checkpoint_dir)?)),
+            false => (checkpoint_dir, None),
+        };
+        let card = modelcard::read(dir)?;
+        let updates = lora.as_ref().map(|lora| updates_of(lora, &card)).transpose()?.unwrap_or_default();
+        let weights = Weights::open(dir, &card).quantized(four_bit);
+        let quantized = four_bit.map_or_else(HashSet::new, |_| linear_layers(&card));
+        Ok(Base { dir: dir.to_owned(), card, updates, weights, quantized })
+    }
+
+    /// The adapter's update of a matrix.
+    pub(crate) fn update(&self, name: &str) -> Option<&Update> {
+        self.updates.get(name)
+    }
+
+    /// Reads a tensor as a whole; None if it is stored in floats, which can be read in parts ([`part`]).
+    pub(crate) fn expanded(&mut self, name: &str, location: &TensorLocation) -> Result<Option<Vec<f32>>> {
+        Ok(match () {
+            () if self.quantized.contains(name) => Some(self.weights.matrix(name)?.0.into_values()),
+            () if location.scale.is_some() || location.four_bit.is_some() => Some(self.weights.values(name)?.0),
+            () => None,
+        })
+    }
+}
+
+/// Reads a checkpoint that is an adapter.
+pub(crate) fn read_lora(model_dir: &Path, checkpoint_dir: &Path) -> Result<Lora> {
+    let card = modelcard::read(model_dir)?;
+    let config = lora::read_config(checkpoint_dir, &card.config)?;
+    Lora::read(&config, &card.config, &checkpoint_dir.join(lora::WEIGHTS))
+}
+
+/// Reads these rows of a tensor that is stored in floats.
+pub(crate) fn part(
+    dir: &Path,
+    source: &File,
+    location: &TensorLocation,
+    rows: Range<usize>,
+    width: usize,
+) -> Result<Vec<f32>> {
+    let offset = location.offset_bytes + location.dtype.bytes_of(rows.start * width) as u64;
+    let of_part = TensorLocation { shape: vec![rows.len(), width], offset_bytes: offset, ..location.clone() };
+    read_values(source, &of_part).map_err(io(&dir.join(&location.file)))
+}
+
+struct Merging {
+    base: Base,
+    dtype: MergedDtype,
     sums: Sums,
     largest: f32,
     done: u64,
@@ -239,7 +290,7 @@ impl Merging {
         let mut file = BufWriter::with_capacity(1 << 20, File::create(&path).map_err(io(&path))?);
         file.write_all(&(header.len() as u64).to_le_bytes()).map_err(io(&path))?;
         file.write_all(&header).map_err(io(&path))?;
-        let source = modelcard::open(&self.dir, &plan.file)?;
+        let source = modelcard::open(&self.base.dir, &plan.file)?;
         for tensor in &plan.tensors {
             let mut wrote = |bytes: &[u8]| file.write_all(bytes).map_err(io(&path));
             match &tensor.kind {
@@ -249,7 +300,7 @@ impl Merging {
                     }
                 }
                 TensorKind::Bytes { offset, length, .. } => {
-                    let from = self.dir.join(&plan.file);
+                    let from = self.base.dir.join(&plan.file);
                     for begin in (0..*length).step_by(PART) {
                         let mut bytes = vec![0; (length - begin).min(PART as u64) as usize];
                         source.read_exact_at(&mut bytes, offset + begin).map_err(io(&from))?;
@@ -276,27 +327,19 @@ impl Merging {
     ) -> Result<bool> {
         // A tensor stored in 8 bits with scales, or in 4 bits, or that the run quantized, is widened as a whole.
         let expanded = match canonical {
-            Some(name) if self.quantized.contains(name) => Some(self.weights.matrix(name)?.0.into_values()),
-            Some(name) if location.scale.is_some() || location.four_bit.is_some() => Some(self.weights.values(name)?.0),
-            _ => None,
+            Some(name) => self.base.expanded(name, location)?,
+            None => None,
         };
-        let update = canonical.and_then(|name| self.updates.get(name));
+        let update = canonical.and_then(|name| self.base.update(name));
         let width = tensor.shape.last().copied().unwrap_or(1).max(1);
         let rows = location.num_elements() / width;
         let rows_at_once = (PART / width).max(1);
-        let path = self.dir.join(&location.file);
         let mut bytes = Vec::new();
         for first in (0..rows).step_by(rows_at_once) {
             let part = first..(first + rows_at_once).min(rows);
             let mut values = match &expanded {
                 Some(all) => all[part.start * width..part.end * width].to_vec(),
-                None => {
-                    let offset = location.dtype.bytes_of(part.start * width) as u64;
-                    let shape = vec![part.len(), width];
-                    let of_part =
-                        TensorLocation { shape, offset_bytes: location.offset_bytes + offset, ..location.clone() };
-                    read_values(source, &of_part).map_err(io(&path))?
-                }
+                None => self::part(&self.base.dir, source, location, part.clone(), width)?,
             };
             if let Some(update) = update {
                 let change = update.rows(part.clone(), width);

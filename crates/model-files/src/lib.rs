@@ -7,6 +7,7 @@ pub mod adapter;
 pub mod classifier;
 pub mod config;
 mod families;
+pub mod gguf;
 pub mod template;
 #[cfg(test)]
 mod tests;

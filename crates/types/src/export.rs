@@ -22,6 +22,8 @@ pub enum ExportDtype {
     Float16,
     /// 16-bit brain float (bfloat16).
     Bfloat16,
+    /// Blocks of 32 8-bit codes with a scale in float16, about 8.5 bits per weight. Only for the format gguf.
+    Q8_0,
 }
 
 impl ExportDtype {
@@ -31,6 +33,7 @@ impl ExportDtype {
             ExportDtype::Float32 => "float32",
             ExportDtype::Float16 => "float16",
             ExportDtype::Bfloat16 => "bfloat16",
+            ExportDtype::Q8_0 => "q8_0",
         }
     }
 }
@@ -41,6 +44,10 @@ impl ExportDtype {
 pub enum ExportFormat {
     /// A model directory: the base weights with the adapter's update added.
     Merged,
+    /// The same weights and the tokenizer as one file for llama.cpp, `model.gguf`.
+    Gguf,
+    /// The adapter alone for llama.cpp, `adapter.gguf`, to be used with the base model as GGUF.
+    GgufAdapter,
 }
 
 /// A request for an export.
@@ -49,9 +56,38 @@ pub enum ExportFormat {
 pub struct ExportRequest {
     /// Format of the export.
     pub format: ExportFormat,
-    /// Data type of the weights; null = that of the base model.
+    /// Data type of the weights; null = that of the base model, and float32 for gguf_adapter. q8_0 is for gguf only; gguf_adapter
+    /// takes float32 and float16.
     #[serde(default)]
     pub dtype: Option<ExportDtype>,
+    /// The context length that gguf writes, in tokens; null = that of the model. llama.cpp ignores attention windows, so a model with one needs
+    /// a context that is not longer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context_length: Option<u64>,
+}
+
+impl ExportRequest {
+    /// Checks that the fields belong together. Returns the field that does not, and why.
+    ///
+    /// # Errors
+    /// The name of a field, and what is wrong with it.
+    pub fn check(&self) -> Result<(), (&'static str, String)> {
+        let dtype = self.dtype.map_or("", ExportDtype::as_str);
+        match (self.format, self.dtype) {
+            (ExportFormat::Merged, Some(ExportDtype::Q8_0)) => Err((
+                "dtype",
+                "q8_0 is a data type of the format gguf: set format to gguf, or dtype to float16".to_owned(),
+            )),
+            (ExportFormat::GgufAdapter, Some(ExportDtype::Bfloat16 | ExportDtype::Q8_0)) => {
+                Err(("dtype", format!("the format gguf_adapter has no {dtype}: set dtype to float32 or float16")))
+            }
+            (ExportFormat::Merged | ExportFormat::GgufAdapter, _) if self.context_length.is_some() => {
+                Err(("context_length", "only the format gguf has a context length: leave it out".to_owned()))
+            }
+            _ if self.context_length == Some(0) => Err(("context_length", "must be at least 1".to_owned())),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The task of an export process, sent to its standard input as one line of JSON.
@@ -130,6 +166,7 @@ pub fn advice(dtype: ExportDtype, survived: Survived, largest: f32) -> Option<St
         ExportDtype::Bfloat16 if largest < LARGEST_FLOAT16 => {
             "export with dtype float32 or float16, or use the adapter itself"
         }
+        ExportDtype::Q8_0 => "export with dtype float32 or float16, or use gguf_adapter",
         ExportDtype::Bfloat16 | ExportDtype::Float16 => "export with dtype float32, or use the adapter itself",
         ExportDtype::Float32 => "use the adapter itself, without merging it",
     };

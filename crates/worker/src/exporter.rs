@@ -5,11 +5,13 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use crate::args::OneShotArgs;
-use crate::engine::error::EngineError;
-use crate::engine::merge::{MergeInput, MergedDtype, merge};
+use crate::engine::gguf::{self, GgufInput};
+use crate::engine::merge::{MergeInput, MergedDtype, base_dtype, merge};
+use crate::engine::{self, error::EngineError};
 use crate::export::{
     ExportDtype, ExportError, ExportFormat, ExportLine, ExportReport, ExportResult, ExportTask, Survived, advice,
 };
+use crate::modelcard::gguf::Kind;
 use crate::modelcard::{self, ModelFile};
 use crate::one_shot::{self, OneShotError, error_text};
 
@@ -36,6 +38,7 @@ fn failure(error: &EngineError) -> ExportError {
         EngineError::Model(_) => "model_invalid",
         EngineError::Adapter(_) => "adapter_invalid",
         EngineError::ModelNotFinite { .. } => "not_finite",
+        EngineError::Refused(_) => "unsupported",
         EngineError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => "disk_full",
         _ => "engine",
     };
@@ -43,19 +46,6 @@ fn failure(error: &EngineError) -> ExportError {
 }
 
 fn export(task: &ExportTask) -> Result<ExportResult, EngineError> {
-    let ExportFormat::Merged = task.request.format;
-    let input = MergeInput {
-        model_dir: &task.model_dir,
-        checkpoint_dir: &task.checkpoint_dir,
-        is_adapter: task.is_adapter,
-        dtype: task.request.dtype.map(|dtype| match dtype {
-            ExportDtype::Float32 => MergedDtype::Float32,
-            ExportDtype::Float16 => MergedDtype::Float16,
-            ExportDtype::Bfloat16 => MergedDtype::Bfloat16,
-        }),
-        four_bit: task.four_bit,
-        out_dir: &task.out_dir,
-    };
     let mut last_progress: Option<Instant> = None;
     let mut progress = |done, total| {
         if last_progress.is_none_or(|last_progress| last_progress.elapsed() >= PROGRESS_INTERVAL) || done == total {
@@ -65,15 +55,13 @@ fn export(task: &ExportTask) -> Result<ExportResult, EngineError> {
         }
         true
     };
-    let merged = merge(input, &mut progress)?
-        .ok_or_else(|| EngineError::Input("the export of the checkpoint was stopped".to_owned()))?;
-    let dtype = match merged.dtype {
-        MergedDtype::Float32 => ExportDtype::Float32,
-        MergedDtype::Float16 => ExportDtype::Float16,
-        MergedDtype::Bfloat16 => ExportDtype::Bfloat16,
+    let (dtype, left) = match task.request.format {
+        ExportFormat::Merged => merged(task, &mut progress)?,
+        ExportFormat::Gguf => gguf_model(task, &mut progress)?,
+        ExportFormat::GgufAdapter => (gguf_adapter(task)?, None),
     };
-    let survived = merged.survived.map(|left| Survived { fraction: left.fraction, cosine: left.cosine });
-    let advice = survived.and_then(|survived| advice(dtype, survived, merged.largest));
+    let survived = left.map(|(left, _)| Survived { fraction: left.fraction, cosine: left.cosine });
+    let advice = left.zip(survived).and_then(|((_, largest), survived)| advice(dtype, survived, largest));
     let io = |source| EngineError::Io { path: task.out_dir.clone(), source };
     let mut files = Vec::new();
     for entry in std::fs::read_dir(&task.out_dir).map_err(io)? {
@@ -83,4 +71,77 @@ fn export(task: &ExportTask) -> Result<ExportResult, EngineError> {
     }
     files.sort_by(|one, other| one.name.cmp(&other.name));
     Ok(ExportResult { dtype, files: modelcard::hash_files(&task.out_dir, &files)?, survived, advice })
+}
+
+/// The data type of what was written; how much of the update survives, and the largest weight.
+type Exported = (ExportDtype, Option<(engine::merge::Survived, f32)>);
+
+fn merged(task: &ExportTask, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Exported, EngineError> {
+    let dtype = match task.request.dtype {
+        None => None,
+        Some(ExportDtype::Float32) => Some(MergedDtype::Float32),
+        Some(ExportDtype::Float16) => Some(MergedDtype::Float16),
+        Some(ExportDtype::Bfloat16) => Some(MergedDtype::Bfloat16),
+        Some(ExportDtype::Q8_0) => return Err(EngineError::Input("q8_0 is a data type of the format gguf".to_owned())),
+    };
+    let input = MergeInput {
+        model_dir: &task.model_dir,
+        checkpoint_dir: &task.checkpoint_dir,
+        is_adapter: task.is_adapter,
+        dtype,
+        four_bit: task.four_bit,
+        out_dir: &task.out_dir,
+    };
+    let merged = merge(input, progress)?.ok_or_else(stopped)?;
+    Ok((of_merged(merged.dtype), merged.survived.map(|survived| (survived, merged.largest))))
+}
+
+fn gguf_model(task: &ExportTask, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Exported, EngineError> {
+    let dtype = match task.request.dtype {
+        Some(dtype) => dtype,
+        None => of_merged(base_dtype(&task.model_dir)?),
+    };
+    let input = GgufInput {
+        model_dir: &task.model_dir,
+        checkpoint_dir: &task.checkpoint_dir,
+        is_adapter: task.is_adapter,
+        four_bit: task.four_bit,
+        kind: kind_of(dtype),
+        context_length: task.request.context_length.map(|length| usize::try_from(length).unwrap_or(usize::MAX)),
+        out: &task.out_dir.join("model.gguf"),
+    };
+    let written = gguf::write_model(input, progress)?.ok_or_else(stopped)?;
+    Ok((dtype, written.survived.map(|survived| (survived, written.largest))))
+}
+
+fn gguf_adapter(task: &ExportTask) -> Result<ExportDtype, EngineError> {
+    if !task.is_adapter {
+        let why = "the checkpoint has all weights and no adapter: export it with format gguf";
+        return Err(EngineError::Input(why.to_owned()));
+    }
+    let dtype = task.request.dtype.unwrap_or(ExportDtype::Float32);
+    let out = task.out_dir.join("adapter.gguf");
+    gguf::write_adapter(&task.model_dir, &task.checkpoint_dir, kind_of(dtype), &out)?;
+    Ok(dtype)
+}
+
+fn stopped() -> EngineError {
+    EngineError::Input("the export of the checkpoint was stopped".to_owned())
+}
+
+fn of_merged(dtype: MergedDtype) -> ExportDtype {
+    match dtype {
+        MergedDtype::Float32 => ExportDtype::Float32,
+        MergedDtype::Float16 => ExportDtype::Float16,
+        MergedDtype::Bfloat16 => ExportDtype::Bfloat16,
+    }
+}
+
+fn kind_of(dtype: ExportDtype) -> Kind {
+    match dtype {
+        ExportDtype::Float32 => Kind::F32,
+        ExportDtype::Float16 => Kind::F16,
+        ExportDtype::Bfloat16 => Kind::Bf16,
+        ExportDtype::Q8_0 => Kind::Q8_0,
+    }
 }

@@ -1,4 +1,4 @@
-//! `rlood export`: merges a checkpoint into its base model on the server and downloads the result.
+//! `rlood export`: converts a checkpoint on the server, into a merged model or for llama.cpp, and downloads the result.
 
 use std::path::PathBuf;
 
@@ -18,14 +18,27 @@ pub struct Export {
 
     /// Merge the adapter into the base model. The result is a folder that transformers can load. Without this flag the adapter
     /// is downloaded unchanged, as by `rlood pull`.
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["gguf", "gguf_adapter"])]
     pub merged: bool,
 
-    /// Precision of the merged weights; requires --merged. Default: the base model's precision.
-    #[arg(long, value_name = "DTYPE", value_parser = merged::DTYPES, requires = "merged")]
+    /// Write the merged model as one file for llama.cpp, model.gguf, with its tokenizer.
+    #[arg(long, conflicts_with = "gguf_adapter")]
+    pub gguf: bool,
+
+    /// Write the adapter alone for llama.cpp, adapter.gguf, for its option --lora beside the base model as GGUF.
+    #[arg(long)]
+    pub gguf_adapter: bool,
+
+    /// Precision of the weights. Default: the base model's precision; float32 for --gguf-adapter. q8_0 needs --gguf.
+    #[arg(long, value_name = "DTYPE", value_parser = merged::DTYPES)]
     pub dtype: Option<String>,
 
-    /// Folder to create. Default: JOB-stepN-merged in the current directory.
+    /// Context length that --gguf writes, in tokens. llama.cpp ignores attention windows, so a model with one needs a context that is
+    /// not longer. Default: the model's.
+    #[arg(long, value_name = "TOKENS", requires = "gguf")]
+    pub context_length: Option<u64>,
+
+    /// Folder to create. Default: JOB-stepN-merged, JOB-stepN-gguf or JOB-stepN-gguf-adapter in the current directory.
     #[arg(short, long, value_name = "DIR")]
     pub output: Option<PathBuf>,
 
@@ -37,8 +50,15 @@ pub struct Export {
 /// # Errors
 /// Fails when the checkpoint does not exist, the server cannot merge it, or the download fails.
 pub async fn run(context: &Context, args: &Export) -> Result<u8, CliError> {
-    match args.merged {
-        true => merged::pull(context, &args.checkpoint, args.dtype.as_deref(), args.output.as_deref()).await,
-        false => pull::adapter(context, &args.checkpoint, args.output.as_deref(), false).await,
-    }
+    let format = match (args.merged, args.gguf, args.gguf_adapter) {
+        (true, ..) => "merged",
+        (_, true, _) => "gguf",
+        (.., true) => "gguf_adapter",
+        _ if args.dtype.is_some() => {
+            return Err(CliError::Usage("--dtype needs --merged, --gguf or --gguf-adapter".to_owned()));
+        }
+        _ => return pull::adapter(context, &args.checkpoint, args.output.as_deref(), false).await,
+    };
+    let wanted = merged::Wanted { format, dtype: args.dtype.as_deref(), context_length: args.context_length };
+    merged::pull(context, &args.checkpoint, wanted, args.output.as_deref()).await
 }

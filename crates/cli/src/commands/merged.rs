@@ -1,4 +1,4 @@
-//! Merges a checkpoint (LoRA adapter) into its base model on the server, then downloads and verifies the merged model.
+//! Converts a checkpoint on the server, merged into its base model or for llama.cpp, then downloads and verifies the result.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,28 +15,43 @@ use crate::names;
 use crate::output::{clean_lines, format_bytes, shown};
 use crate::transfer::{Staging, is_downloaded, with_bar};
 
-/// Names of the precisions (dtypes) that a merged model can have.
-pub const DTYPES: [&str; 3] = ["float32", "float16", "bfloat16"];
+/// Names of the precisions (dtypes) of an export; q8_0 is for llama.cpp only.
+pub const DTYPES: [&str; 4] = ["float32", "float16", "bfloat16", "q8_0"];
 /// How often the server is asked for the state of an export (the merge of a checkpoint).
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Merges a checkpoint on the server and downloads the merged model. An existing export of the checkpoint is used again.
+/// The export to make.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    /// The format's name in the API.
+    pub format: &'a str,
+    /// The precision; None = the server's default for the format.
+    pub dtype: Option<&'a str>,
+    /// The context length to write; None = the model's.
+    pub context_length: Option<u64>,
+}
+
+/// Converts a checkpoint on the server and downloads the result. An existing export of the checkpoint is used again.
 ///
 /// # Errors
 /// Fails when the checkpoint does not exist, the server cannot merge it, or the download fails.
-pub async fn pull(context: &Context, name: &str, dtype: Option<&str>, output: Option<&Path>) -> Result<u8, CliError> {
+pub async fn pull(context: &Context, name: &str, wanted: Wanted<'_>, output: Option<&Path>) -> Result<u8, CliError> {
+    let Wanted { format, dtype, context_length } = wanted;
     let checkpoint = names::checkpoint(context, name).await?;
     let (id, step, job) = (checkpoint.id.to_string(), checkpoint.step, checkpoint.job_id);
     context.out.note(format!("{id}: step {step} of {job}{}", if checkpoint.best { ", the best" } else { "" }));
-    let export = match existing(context, &id, dtype).await? {
+    let export = match existing(context, &id, wanted).await? {
         Some(export) => export,
         None => {
-            let body = json!({"format": "merged", "dtype": dtype});
+            let mut body = json!({"format": format, "dtype": dtype});
+            if let Some(length) = context_length {
+                body["context_length"] = length.into();
+            }
             context.client.raw_post(&["checkpoints", &id, "exports"]).body(&body).send().await?.value
         }
     };
     let export_id = text(&export, "id").to_owned();
-    let again = format!("rlood export --merged {id}");
+    let again = format!("rlood export --{} {id}", format.replace('_', "-"));
     let (export, document) = interruptible(&again, finished(context, &export_id)).await?;
     if text(&export, "state") != "succeeded" {
         let error = &export["error"];
@@ -45,7 +60,8 @@ pub async fn pull(context: &Context, name: &str, dtype: Option<&str>, output: Op
     }
     report_surviving_update(context, &export);
     let files = files_of(&export)?;
-    let target = output.map_or_else(|| PathBuf::from(format!("{job}-step{step}-merged")), Path::to_owned);
+    let target =
+        output.map_or_else(|| PathBuf::from(format!("{job}-step{step}-{}", format.replace('_', "-"))), Path::to_owned);
     stoppable("stopped; run the command again to continue", download(context, &export_id, files, &target)).await?;
     if context.out.json {
         context.out.json(&document)?;
@@ -80,10 +96,12 @@ async fn on_thread<T: Send + 'static>(read: impl FnOnce() -> T + Send + 'static)
 }
 
 /// Finds a queued, running or finished export of a checkpoint with the requested precision.
-async fn existing(context: &Context, checkpoint: &str, dtype: Option<&str>) -> Result<Option<Value>, CliError> {
+async fn existing(context: &Context, checkpoint: &str, wanted: Wanted<'_>) -> Result<Option<Value>, CliError> {
+    let Wanted { format, dtype, context_length } = wanted;
     let listing = Listing::whole(context.client.raw_get(&["checkpoints", checkpoint, "exports"])).await?;
     let is_usable = |export: &Value| {
-        text(export, "format") == "merged"
+        text(export, "format") == format
+            && context_length.is_none()
             // If no dtype is requested, the server chooses one, and returns an existing export if there is one.
             && dtype.is_some_and(|dtype| text(export, "dtype") == dtype)
             && matches!(text(export, "state"), "queued" | "running" | "succeeded")

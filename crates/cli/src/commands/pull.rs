@@ -6,6 +6,7 @@ use clap::Args;
 use rlood_client::Checkpoint;
 use rlood_types::protocol::FileEntry;
 
+use super::merged::{self, Wanted};
 use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::names;
@@ -39,13 +40,13 @@ pub struct Pull {
     #[arg(short, long, value_name = "DIR")]
     pub output: Option<PathBuf>,
 
-    /// Files to download: adapter for the checkpoint's own files, or merged for a complete model,
-    /// as from `rlood export --merged`.
-    #[arg(long, value_name = "FORMAT", default_value = "adapter", value_parser = ["adapter", "merged"])]
+    /// Files to download: adapter for the checkpoint's own files, or what `rlood export` makes: merged for a complete
+    /// model, gguf and gguf-adapter for llama.cpp.
+    #[arg(long, value_name = "FORMAT", default_value = "adapter", value_parser = ["adapter", "merged", "gguf", "gguf-adapter"])]
     pub format: String,
 
     /// Precision of the weights; requires --format merged. Default: the base model's precision.
-    #[arg(long, value_name = "DTYPE", value_parser = super::merged::DTYPES)]
+    #[arg(long, value_name = "DTYPE", value_parser = merged::DTYPES)]
     pub dtype: Option<String>,
 
     /// Also download the files that only training needs: the optimizer state, the trainer state and the manifest.
@@ -60,11 +61,15 @@ pub struct Pull {
 /// # Errors
 /// Fails when the checkpoint does not exist, a file does not match its manifest, or the disk fails.
 pub async fn run(context: &Context, args: &Pull) -> Result<u8, CliError> {
-    if args.format == "merged" {
-        return super::merged::pull(context, &args.checkpoint, args.dtype.as_deref(), args.output.as_deref()).await;
+    if args.format != "adapter" {
+        let wanted =
+            Wanted { format: &args.format.replace('-', "_"), dtype: args.dtype.as_deref(), context_length: None };
+        return merged::pull(context, &args.checkpoint, wanted, args.output.as_deref()).await;
     }
     if args.dtype.is_some() {
-        return Err(CliError::Usage("--dtype requires --format merged: an adapter is downloaded unchanged".to_owned()));
+        return Err(CliError::Usage(
+            "--dtype requires another --format: an adapter is downloaded unchanged".to_owned(),
+        ));
     }
     adapter(context, &args.checkpoint, args.output.as_deref(), args.all).await
 }

@@ -20,7 +20,7 @@ pub struct Survived {
 }
 
 /// The adapter's update of one weight matrix.
-pub(super) struct Update {
+pub(crate) struct Update {
     /// The adapter's factor A `[r, in]`.
     a: Vec<f32>,
     /// The adapter's factor B `[out, r]`.
@@ -31,7 +31,7 @@ pub(super) struct Update {
 
 impl Update {
     /// Computes these rows of the update `s·B·A`, `[rows, in]`.
-    pub(super) fn rows(&self, rows: std::ops::Range<usize>, width: usize) -> Vec<f32> {
+    pub(crate) fn rows(&self, rows: std::ops::Range<usize>, width: usize) -> Vec<f32> {
         let mut update = vec![0.0; rows.len() * width];
         update.par_chunks_mut(width).zip(rows.into_par_iter()).for_each(|(update, row)| {
             for (factor, a) in self.b[row * self.r..(row + 1) * self.r].iter().zip(self.a.chunks_exact(width)) {
@@ -65,7 +65,7 @@ pub(super) fn updates_of(lora: &Lora, card: &ModelCard) -> Result<HashMap<String
 
 /// Dot products of the update `u` and the stored difference `d`, summed over all adapted weights.
 #[derive(Debug, Default, Clone, Copy)]
-pub(super) struct Sums {
+pub(crate) struct Sums {
     /// The dot product `d·u`.
     both: f64,
     /// The dot product `u·u`.
@@ -75,7 +75,15 @@ pub(super) struct Sums {
 }
 
 impl Sums {
-    pub(super) fn add(self, other: Self) -> Self {
+    /// The sums of some weights: as stored without and with the update, and the update.
+    pub(crate) fn of(base: &[f32], merged: &[f32], update: &[f32]) -> Self {
+        base.iter().zip(merged).zip(update).fold(Self::default(), |sums, ((base, merged), update)| {
+            let (difference, update) = (f64::from(*merged) - f64::from(*base), f64::from(*update));
+            sums.add(Self { both: difference * update, update: update * update, difference: difference * difference })
+        })
+    }
+
+    pub(crate) fn add(self, other: Self) -> Self {
         Self {
             both: self.both + other.both,
             update: self.update + other.update,
@@ -83,7 +91,7 @@ impl Sums {
         }
     }
 
-    pub(super) fn survived(self) -> Option<Survived> {
+    pub(crate) fn survived(self) -> Option<Survived> {
         let norms = (self.difference * self.update).sqrt();
         let cosine = if norms > 0.0 { self.both / norms } else { 0.0 };
         (self.update > 0.0).then(|| Survived { fraction: self.both / self.update, cosine })

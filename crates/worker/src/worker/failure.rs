@@ -46,7 +46,7 @@ pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
         }
         EngineError::Text(_) => ("text_invalid", Some("check the prompts, the tokenizer and the chat template")),
         EngineError::Adapter(_) => ("adapter_invalid", None),
-        EngineError::Input(_) | EngineError::Trajectory(_) => ("invalid_input", None),
+        EngineError::Input(_) | EngineError::Refused(_) | EngineError::Trajectory(_) => ("invalid_input", None),
         EngineError::Prompts(_) => {
             ("prompts_invalid", Some("drop or shorten these prompts, then submit the job again"))
         }
