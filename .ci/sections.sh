@@ -23,6 +23,14 @@ peft() {
     tests/peft/run.sh target/docker-out/rlood
 }
 
+section gguf "python3 with venv, PyPI" \
+    crates/engine/src/gguf.rs crates/engine/src/merge crates/engine/src/merge.rs crates/model-files/src/gguf crates/model-files/src/gguf.rs \
+    tests/gguf tests/fixtures/parity
+gguf() {
+    cargo build --release --locked
+    tests/gguf/run.sh
+}
+
 section hub "python3 with venv, PyPI" crates/hub
 hub() {
     local venv=target/hub-client

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -111,25 +112,35 @@ def log_softmax(logits):
     return [value - total for value in logits]
 
 
-def contexts_of(checks, most):
-    """Contexts and the log-probs that transformers gives the next token."""
+def contexts_of(section, most):
+    """Contexts, and the log-probs that transformers gives the next token: of all tokens, or of the one that follows."""
     pairs = []
-    for check in checks:
+    for check in section.get("logits_check", []):
         for position, logits in zip(check["positions"], check["logits"]):
-            if position + 1 <= most:
-                pairs.append((check["ids"][: position + 1], log_softmax(logits)))
-    return pairs
+            pairs.append((check["ids"][: position + 1], dict(enumerate(log_softmax(logits)))))
+    for row in section.get("completions", []) if not pairs else []:
+        for index, (token, logprob) in enumerate(zip(row["completion_ids"], row["logprobs"])):
+            pairs.append((row["prompt_ids"] + row["completion_ids"][:index], {token: logprob}))
+    return [(ids, wanted) for ids, wanted in pairs if len(ids) <= most]
 
 
 def apart(folder, vocab, pairs, model, adapter=None, ascii_token=0):
+    """The largest difference of log-probs. llama.cpp's answer leaves out tokens that are no whole text."""
     got = asked(folder, model=str(model), adapter=adapter and str(adapter), contexts=[ids for ids, _ in pairs], vocab=vocab, ascii=ascii_token)
     worst, compared = 0.0, 0
-    for found, (_, want) in zip(got["logprobs"], pairs):
-        for token, logprob in found.items():
-            worst = max(worst, abs(logprob - want[int(token)]))
-            compared += 1
-    assert compared >= 0.6 * vocab * len(pairs), f"only {compared} log-probs of {vocab * len(pairs)}"
+    for found, (_, wanted) in zip(got["logprobs"], pairs):
+        for token, logprob in wanted.items():
+            if str(token) in found:
+                worst, compared = max(worst, abs(found[str(token)] - logprob)), compared + 1
+    total = sum(len(wanted) for _, wanted in pairs)
+    assert compared >= 0.4 * total > 0, f"only {compared} of {total} log-probs"
     return worst
+
+
+def made(report, file):
+    """Stops unless an export wrote its file."""
+    if not file.exists() or '"exported"' not in report:
+        sys.exit(f"{file}: {report}")
 
 
 def check_case(binary, name, options, work):
@@ -139,29 +150,20 @@ def check_case(binary, name, options, work):
     vocab, most = config["vocab_size"], options.get("context_length", 10**9)
     tokens = json.loads((case / "tokenizer.json").read_text())["model"]["vocab"]
     ascii_token = next(id for token, id in sorted(tokens.items()) if token.isascii() and token.isalpha())
-    base_pairs = contexts_of(expected["logits_check"], most)
-    lora_pairs = contexts_of(expected["lora"]["logits_check"], most)
-    assert base_pairs and lora_pairs, name
+    pairs = contexts_of({"logits_check": expected["logits_check"]}, most)
     folder = work / name
-    say = lambda report: "" if '"exported"' in report.lower() or "Exported" in report else report
-    base, merged, adapter = folder / "base", folder / "merged", folder / "adapter"
-    for report in (
-        export(binary, case, case, False, base, format="gguf", dtype="float32", **options),
-        export(binary, case, case / "lora", True, merged, format="gguf", dtype="float32", **options),
-        export(binary, case, case / "lora", True, adapter, format="gguf_adapter"),
-    ):
-        if not list(folder.glob("*/*.gguf")) or say(report):
-            sys.exit(f"{name}: {report}")
-    figures = {
-        "base": apart(folder, vocab, base_pairs, base / "model.gguf", None, ascii_token),
-        "merged": apart(folder, vocab, lora_pairs, merged / "model.gguf", None, ascii_token),
-        "adapter": apart(folder, vocab, lora_pairs, base / "model.gguf", adapter / "adapter.gguf", ascii_token),
-    }
-    if (case / "lora_rs").exists():
-        export(binary, case, case / "lora_rs", True, folder / "rs", format="gguf_adapter")
-        rs = contexts_of(expected["lora_rs"]["logits_check"], most) if "lora_rs" in expected else []
-        if rs:
-            figures["rsLoRA adapter"] = apart(folder, vocab, rs, base / "model.gguf", folder / "rs/adapter.gguf", ascii_token)
+    base = folder / "base/model.gguf"
+    made(export(binary, case, case, False, base.parent, format="gguf", dtype="float32", **options), base)
+    figures = {"base": apart(folder, vocab, pairs, base, None, ascii_token)}
+    sections = [section for section in ("lora", "lora_rank_stabilised", "lora_rs") if section in expected]
+    for section in sections:
+        lora = case / expected[section]["dir"]
+        pairs = contexts_of(expected[section], most)
+        merged, adapter = folder / f"{section}-merged/model.gguf", folder / f"{section}-adapter/adapter.gguf"
+        made(export(binary, case, lora, True, merged.parent, format="gguf", dtype="float32", **options), merged)
+        made(export(binary, case, lora, True, adapter.parent, format="gguf_adapter"), adapter)
+        figures[f"{section} merged"] = apart(folder, vocab, pairs, merged, None, ascii_token)
+        figures[f"{section} as an adapter"] = apart(folder, vocab, pairs, base, adapter, ascii_token)
     for what, worst in figures.items():
         assert worst <= TOLERANCE, f"{name} {what}: log-probs {worst} apart"
     shown = ", ".join(f"{what} {worst:.1e}" for what, worst in figures.items())
@@ -169,7 +171,7 @@ def check_case(binary, name, options, work):
     if name in ("llama", "qwen3"):
         for dtype, loose in LOOSE.items():
             export(binary, case, case / "lora", True, folder / dtype, format="gguf", dtype=dtype)
-            worst = apart(folder, vocab, lora_pairs, folder / dtype / "model.gguf", None, ascii_token)
+            worst = apart(folder, vocab, contexts_of(expected["lora"], most), folder / dtype / "model.gguf", None, ascii_token)
             assert worst <= loose, f"{name} {dtype}: log-probs {worst} apart"
             print(f"gguf {name} {dtype}: {worst:.1e}", flush=True)
 
@@ -207,7 +209,7 @@ def texts(count, seed):
     return made
 
 
-def vocabulary_model(folder, pre, ignore_merges):
+def vocabulary_model(folder, pre, ignore_merges, nfc):
     """A tiny model with a tokenizer of 8,192 tokens, made for this."""
     import numpy
     import tokenizers
@@ -215,6 +217,8 @@ def vocabulary_model(folder, pre, ignore_merges):
 
     folder.mkdir()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=ignore_merges))
+    if nfc:
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
     if pre == "gpt2":
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
@@ -247,14 +251,15 @@ def vocabulary_model(folder, pre, ignore_merges):
 
 
 def check_tokens(binary, work):
-    asked_texts = texts(320, 2)
-    for pre, ignore_merges in (("gpt2", False), ("qwen2", False), ("llama3", True), ("llama3", False)):
-        name = f"{pre}{'-ignoring-merges' if ignore_merges else ''}"
+    # As Qwen's: it normalizes to NFC, which llama.cpp does not, so only texts that are NFC already have the same ids.
+    for pre, ignore_merges, nfc in (("gpt2", False, False), ("qwen2", False, False), ("qwen2", False, True), ("llama3", True, False), ("llama3", False, False)):
+        asked_texts = [text for text in texts(320, 2) if not nfc or unicodedata.is_normalized("NFC", text)]
+        name = f"{pre}{'-ignoring-merges' if ignore_merges else ''}{'-nfc' if nfc else ''}"
         folder = work / f"tokens-{name}"
-        tokenizer = vocabulary_model(folder, pre, ignore_merges)
+        tokenizer = vocabulary_model(folder, pre, ignore_merges, nfc)
         report = export(binary, folder, folder, False, work / f"tokens-{name}-gguf", format="gguf", dtype="float32")
         model = work / f"tokens-{name}-gguf/model.gguf"
-        assert model.exists() and "Failed" not in report and '"failed"' not in report, report
+        made(report, model)
         got = asked(folder, model=str(model), texts=asked_texts)["ids"]
         for text, ids in zip(asked_texts, got):
             want = tokenizer.encode(text, add_special_tokens=False).ids
@@ -271,7 +276,7 @@ def main():
         check_tokens(binary, work)
         for name, options in WITH.items():
             check_case(binary, name, options, work)
-    print(f"figure: models compared with llama.cpp: {len(WITH)}, tokenizers: 4, seconds: {time.monotonic() - begun:.0f}")
+    print(f"figure: models compared with llama.cpp: {len(WITH)}, tokenizers: 5, seconds: {time.monotonic() - begun:.0f}")
 
 
 if __name__ == "__main__":

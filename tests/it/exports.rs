@@ -81,6 +81,54 @@ async fn a_merged_checkpoint_is_a_model_that_says_what_base_and_adapter_say() {
 }
 
 #[tokio::test]
+async fn files_for_llama_cpp_are_written_or_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let (server, job) = trained(dir.path(), true).await;
+    let checkpoint = server.client.list_checkpoints(job.parse().unwrap()).collect().await.unwrap().remove(0).id;
+    let adapter = ExportRequest { format: ExportFormat::GgufAdapter, dtype: None, context_length: None };
+    let export = server.client.create_export(checkpoint, &adapter).await.unwrap();
+    let done = ended(&server, &export.id.to_string()).await;
+    assert_eq!(
+        (&done["state"], &done["dtype"], &done["format"]),
+        (&json!("succeeded"), &json!("float32"), &json!("gguf_adapter"))
+    );
+    let bytes = server.bytes(&format!("/exports/{}/files/adapter.gguf", export.id)).await;
+    assert_eq!((&bytes[..4], bytes.len() as u64), (&b"GGUF"[..], done["size_bytes"].as_u64().unwrap()));
+    let text = String::from_utf8_lossy(&bytes);
+    assert!(text.contains("adapter.lora.alpha") && text.contains("blk.0.attn_q.weight.lora_a"));
+
+    let model = ExportRequest { format: ExportFormat::Gguf, dtype: Some(ExportDtype::Q8_0), context_length: Some(64) };
+    let export = server.client.create_export(checkpoint, &model).await.unwrap();
+    let done = ended(&server, &export.id.to_string()).await;
+    assert_eq!(
+        (&done["state"], &done["dtype"], &done["files"][0]["name"]),
+        (&json!("succeeded"), &json!("q8_0"), &json!("model.gguf"))
+    );
+    assert!(done["survived"]["cosine"].as_f64().unwrap() > 0.99, "{done}");
+    let bytes = server.bytes(&format!("/exports/{}/files/model.gguf", export.id)).await;
+    let text = String::from_utf8_lossy(&bytes);
+    assert!(text.starts_with("GGUF") && text.contains("tokenizer.ggml.pre") && text.contains("output_norm.weight"));
+
+    let beyond = ExportRequest { context_length: Some(1 << 30), ..model };
+    let export = server.client.create_export(checkpoint, &beyond).await.unwrap();
+    let failed = ended(&server, &export.id.to_string()).await;
+    assert_eq!((&failed["state"], &failed["error"]["code"]), (&json!("failed"), &json!("unsupported")), "{failed}");
+    assert!(failed["error"]["message"].as_str().unwrap().contains("context_length 1073741824"), "{failed}");
+
+    let of = |format, dtype, context_length| ExportRequest { format, dtype, context_length };
+    for (request, field) in [
+        (of(ExportFormat::Merged, Some(ExportDtype::Q8_0), None), "/dtype"),
+        (of(ExportFormat::GgufAdapter, Some(ExportDtype::Bfloat16), None), "/dtype"),
+        (of(ExportFormat::Merged, None, Some(8)), "/context_length"),
+        (of(ExportFormat::Gguf, None, Some(0)), "/context_length"),
+    ] {
+        let refused = server.client.create_export(checkpoint, &request).await.unwrap_err();
+        assert_eq!(refused.code(), "invalid_body", "{request:?}");
+        assert!(refused.to_string().contains(field.trim_start_matches('/')), "{refused}");
+    }
+}
+
+#[tokio::test]
 async fn an_export_survives_a_restart_and_what_was_not_finished_is_removed() {
     let dir = tempfile::tempdir().unwrap();
     let (mut server, job) = trained(dir.path(), false).await;

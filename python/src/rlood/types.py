@@ -81,7 +81,7 @@ class Event(TypedDict):
     time: Time
     type: str
 
-ExportDtype = Literal["float32", "float16", "bfloat16"]
+ExportDtype = Literal["float32", "float16", "bfloat16", "q8_0"]
 
 
 class ExportError(TypedDict):
@@ -90,7 +90,7 @@ class ExportError(TypedDict):
     code: str
     message: str
 
-ExportFormat = Literal["merged"]
+ExportFormat = Literal["merged", "gguf", "gguf_adapter"]
 
 ExportId = str
 
@@ -143,6 +143,7 @@ class _ExportRequestRequired(TypedDict):
 class ExportRequest(_ExportRequestRequired, total=False):
     """A request for an export."""
 
+    context_length: Optional[int]
     dtype: Optional[ExportDtype]
 
 
