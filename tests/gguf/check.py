@@ -221,6 +221,9 @@ def vocabulary_model(folder, pre, ignore_merges, nfc):
         tokenizer.normalizer = tokenizers.normalizers.NFC()
     if pre == "gpt2":
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif pre == "smollm":
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+            [tokenizers.pre_tokenizers.Digits(individual_digits=True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)])
     else:
         split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLITS[pre]), "isolated")
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -252,7 +255,7 @@ def vocabulary_model(folder, pre, ignore_merges, nfc):
 
 def check_tokens(binary, work):
     # As Qwen's: it normalizes to NFC, which llama.cpp does not, so only texts that are NFC already have the same ids.
-    for pre, ignore_merges, nfc in (("gpt2", False, False), ("qwen2", False, False), ("qwen2", False, True), ("llama3", True, False), ("llama3", False, False)):
+    for pre, ignore_merges, nfc in (("gpt2", False, False), ("smollm", False, False), ("qwen2", False, False), ("qwen2", False, True), ("llama3", True, False), ("llama3", False, False)):
         asked_texts = [text for text in texts(320, 2) if not nfc or unicodedata.is_normalized("NFC", text)]
         name = f"{pre}{'-ignoring-merges' if ignore_merges else ''}{'-nfc' if nfc else ''}"
         folder = work / f"tokens-{name}"
@@ -276,7 +279,7 @@ def main():
         check_tokens(binary, work)
         for name, options in WITH.items():
             check_case(binary, name, options, work)
-    print(f"figure: models compared with llama.cpp: {len(WITH)}, tokenizers: 5, seconds: {time.monotonic() - begun:.0f}")
+    print(f"figure: models compared with llama.cpp: {len(WITH)}, tokenizers: 6, seconds: {time.monotonic() - begun:.0f}")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,10 @@ fn pre_tokenizer(json: &Json) -> Result<&'static str, Refused> {
     };
     let rule = match steps[..] {
         [one] if plain(one, true) => Some("gpt-2"),
+        // Of SmolLM: every digit is a piece of its own.
+        [digits, bytes] if digits["type"] == "Digits" && digits["individual_digits"] == true && plain(bytes, true) => {
+            Some("smollm")
+        }
         [split, bytes] if plain(bytes, false) => match splits(split) {
             Some(QWEN2) => Some("qwen2"),
             Some(LLAMA3) if ignores_merges => Some("llama-bpe"),
@@ -116,7 +120,7 @@ fn pre_tokenizer(json: &Json) -> Result<&'static str, Refused> {
         }
         Some(rule) => Ok(rule),
         None => refused(
-            "its pre_tokenizer is none of those that were compared with llama.cpp: GPT-2's, Qwen 2's, Llama 3's",
+            "its pre_tokenizer is none of those that were compared with llama.cpp: GPT-2's, SmolLM's, Qwen 2's, Llama 3's",
         ),
     }
 }
