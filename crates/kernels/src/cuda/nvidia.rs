@@ -2,6 +2,8 @@
 //!
 //! It uses one stream, and a second one for products that run beside others; the driver's memory pool keeps freed memory. After
 //! `enter`, any thread may make calls, but only one at a time.
+//!
+//! Longer than 500 lines: all calls of the driver that compute or move memory, each a few lines with its reason to be safe.
 
 mod handles;
 mod open;
