@@ -111,6 +111,25 @@ test("the address keeps search and filters, which survive a reload", { timeout: 
     await page.getByText("No samples match these filters.").waitFor();
   }));
 
+/** Exports a checkpoint as files for llama.cpp: the adapter is written, the bundled model's tokenizer is refused by name. */
+async function exportsFromThePage(page, id) {
+  const panel = page.getByRole("region", { name: "Exports" });
+  await panel.getByLabel("Format").selectOption("gguf_adapter");
+  await panel.getByRole("button", { name: "Export", exact: true }).click();
+  const link = panel.getByRole("link", { name: "adapter.gguf" });
+  await link.waitFor();
+  const [download] = await Promise.all([page.waitForEvent("download"), link.click()]);
+  assert.equal(readFileSync(await download.path()).subarray(0, 4).toString(), "GGUF");
+  await panel.getByLabel("Format").selectOption("gguf");
+  await panel.getByLabel("Precision").selectOption("q8_0");
+  await panel.getByRole("button", { name: "Export", exact: true }).click();
+  await panel.getByText(/pre_tokenizer is none of those that were compared/).waitFor();
+  await panel.getByRole("button", { name: /^Delete the export/ }).first().click();
+  await page.waitForFunction(() => document.querySelectorAll('[aria-label="Exports"] .tag').length === 1);
+  const { data } = await server.api("GET", `/checkpoints/${id}/exports`);
+  assert.deepEqual(data.map(({ format, state }) => [format, state]), [["gguf_adapter", "succeeded"]]);
+}
+
 test("a checkpoint shows the hash of each downloaded file, and examples that use it", { timeout: 60_000 }, () =>
   openPage(`#/jobs/${careful.id}/checkpoints`, async (page) => {
     const { data } = await server.api("GET", `/jobs/${careful.id}/checkpoints`);
@@ -127,6 +146,9 @@ test("a checkpoint shows the hash of each downloaded file, and examples that use
     await page.getByRole("button", { name: "vLLM" }).click();
     // vLLM does not accept the job's rank, 12; the next accepted value is 16.
     assert.match(await lines("vLLM"), /vllm serve rlood\/tiny --enable-lora --max-lora-rank 16 --lora-modules careful-step4=.\/careful-step4/);
+    await page.getByRole("button", { name: "llama.cpp" }).click();
+    assert.match(await lines("llama.cpp"), new RegExp(`rlood export ${data[0].id} --gguf-adapter -o careful-step4-gguf`));
+    await exportsFromThePage(page, data[0].id);
     const pin = page.getByRole("button", { name: `Pin the checkpoint of step ${data[0].step}` });
     await pin.click();
     await page.getByText("pinned").waitFor();

@@ -23,10 +23,10 @@ export function usageExamples({ job, checkpoint, origin, needsKey }) {
   // Programs such as vLLM load every safetensors file as weights, so the optimizer state is left out.
   const exclude = isAdapter ? "" : " --exclude optimizer.safetensors";
   const download = `mkdir -p ${folder}\ncurl -fsS${key} ${origin}/checkpoints/${checkpoint.id}/archive.tar | tar -xC ${folder}${exclude}`;
-  return isAdapter ? adapterExamples({ job, model, folder, download }) : modelExamples({ folder, download });
+  return isAdapter ? adapterExamples({ job, checkpoint, model, folder, download }) : modelExamples({ checkpoint, folder, download });
 }
 
-function adapterExamples({ job, model, folder, download }) {
+function adapterExamples({ job, checkpoint, model, folder, download }) {
   const rank = VLLM_RANKS.find((rank) => rank >= (job.plan.lora?.r ?? 16)) ?? VLLM_RANKS.at(-1);
   return [
     ["Download", "Saves the adapter to a folder.", download],
@@ -34,14 +34,17 @@ function adapterExamples({ job, model, folder, download }) {
       lines("from peft import PeftModel", importTransformers, "", `# ${baseModelComment}`, loadModel(model), `model = PeftModel.from_pretrained(model, ${quotePython(folder)})`, "", generate)],
     ["transformers", "Requires: pip install peft transformers torch.",
       lines(importTransformers, "", `# ${baseModelComment}`, loadModel(model), `model.load_adapter(${quotePython(folder)})`, "", generate)],
+    ["llama.cpp", "Requires llama-server, and the base model as GGUF. For one file with both, choose GGUF model under Exports.",
+      lines(`rlood export ${checkpoint.id} --gguf-adapter -o ${folder}-gguf`, `llama-server -m BASE.gguf --lora ${folder}-gguf/adapter.gguf`)],
     ["vLLM", "Requires: pip install vllm.", lines(`# ${baseModelComment}`, `vllm serve ${quoteShell(model)} --enable-lora --max-lora-rank ${rank} --lora-modules ${folder}=./${folder}`, "", curlRequest(folder))],
   ];
 }
 
-function modelExamples({ folder, download }) {
+function modelExamples({ checkpoint, folder, download }) {
   return [
     ["Download", "Saves the model to a folder.", download],
     ["transformers", "Requires: pip install transformers torch.", lines(importTransformers, "", loadModel(`./${folder}`), "", generate)],
+    ["llama.cpp", "Requires llama-server.", lines(`rlood export ${checkpoint.id} --gguf -o ${folder}-gguf`, `llama-server -m ${folder}-gguf/model.gguf`)],
     ["vLLM", "Requires: pip install vllm.", lines(`vllm serve ./${folder} --served-model-name ${folder}`, "", curlRequest(folder))],
   ];
 }

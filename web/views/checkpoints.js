@@ -7,6 +7,7 @@ import { hasScope, session } from "../core/session.js";
 import { cls, html, useState } from "../core/ui.js";
 import { useAction } from "../core/action.js";
 import { Empty } from "../parts/empty.js";
+import { Exports } from "../parts/exports.js";
 import { jobView } from "../parts/job-page.js";
 import { Loading, ProblemBox } from "../parts/problem.js";
 import { Switch } from "../parts/switch.js";
@@ -77,6 +78,7 @@ function Details({ job, checkpoint, isResult }) {
         <${Example} example=${download} />
         <${Switch} label="Program" options=${examples.map(([title]) => [title, title])} value=${example[0]} set=${setChosen} />
         <${Example} example=${example} />
+        <${Exports} checkpoint=${checkpoint} isAdapter=${files.some(({ name }) => name === "adapter_model.safetensors")} />
       </div>
       <div class="stack">
         <h3>Files</h3>
