@@ -123,7 +123,7 @@ async function exportsFromThePage(page, id) {
   await panel.getByLabel("Format").selectOption("gguf");
   await panel.getByLabel("Precision").selectOption("q8_0");
   await panel.getByRole("button", { name: "Export", exact: true }).click();
-  await panel.getByText(/pre_tokenizer is none of those that were compared/).waitFor();
+  await panel.getByText(/pre_tokenizer was not compared with llama.cpp/).waitFor();
   await panel.getByRole("button", { name: /^Delete the export/ }).first().click();
   await page.waitForFunction(() => document.querySelectorAll('[aria-label="Exports"] .tag').length === 1);
   const { data } = await server.api("GET", `/checkpoints/${id}/exports`);

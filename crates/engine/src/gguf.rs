@@ -18,8 +18,10 @@ use crate::spec::FourBitPlan;
 
 /// Number of values that are read, merged and written at a time.
 const PART: usize = 1 << 22;
+/// The largest finite 16-bit float.
+const LARGEST_F16: f32 = 65504.0;
 
-/// What to write, and where.
+/// The checkpoint to write as a model, its format and the file.
 #[derive(Clone, Copy, Debug)]
 pub struct GgufInput<'a> {
     /// Directory of the base model.
@@ -97,7 +99,7 @@ pub fn write_model(input: GgufInput<'_>, progress: &mut dyn FnMut(u64, u64) -> b
                 kind.round(&mut after);
                 sums = sums.add(Sums::of(&before, &after, &update));
             }
-            let beyond = if kind == Kind::F16 { 65504.0 } else { f32::MAX };
+            let beyond = if kind == Kind::F16 { LARGEST_F16 } else { f32::MAX };
             let most = values
                 .iter()
                 .fold(0.0f32, |most, value| if value.is_nan() { f32::INFINITY } else { most.max(value.abs()) });
@@ -156,7 +158,8 @@ pub fn write_adapter(model_dir: &Path, checkpoint_dir: &Path, kind: Kind, out: &
             .ok_or_else(|| EngineError::Input(format!("llama.cpp has no tensor for {path}")))?;
         let (outputs, inputs) = module.shape(&config);
         let a = &values[slot.a..slot.a + slot.r * inputs];
-        let factor = (slot.scaling * slot.r as f64 / alpha) as f32;
+        // With alpha 0 the adapter changes nothing, whatever B is.
+        let factor = if alpha == 0.0 { 1.0 } else { (slot.scaling * slot.r as f64 / alpha) as f32 };
         let interleaved = interleaved(&config, architecture, module.path());
         let row = |row: usize| interleaved.map_or(row, |head| model::interleaved(row, head));
         let b: Vec<f32> = (0..outputs)
@@ -165,6 +168,12 @@ pub fn write_adapter(model_dir: &Path, checkpoint_dir: &Path, kind: Kind, out: &
                 values[at..at + slot.r].iter().map(|value| value * factor)
             })
             .collect();
+        let largest = a.iter().chain(&b).fold(0.0f32, |most, value| most.max(value.abs()));
+        if kind == Kind::F16 && largest > LARGEST_F16 {
+            return Err(EngineError::ModelNotFinite {
+                what: format!("the adapter of {path} is not finite as float16: choose float32"),
+            });
+        }
         tensors.push(Tensor { name: format!("{name}.lora_a"), shape: vec![slot.r, inputs], kind });
         tensors.push(Tensor { name: format!("{name}.lora_b"), shape: vec![outputs, slot.r], kind });
         contents.push((a.to_vec(), b));

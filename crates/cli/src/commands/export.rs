@@ -16,7 +16,7 @@ pub struct Export {
     #[arg(value_name = "CKPT|JOB", add = super::completions::jobs())]
     pub checkpoint: String,
 
-    /// Merge the adapter into the base model. The result is a folder that transformers can load. Without this flag the adapter
+    /// Merge the adapter into the base model. The result is a folder that transformers can load. Without a format the adapter
     /// is downloaded unchanged, as by `rlood pull`.
     #[arg(long, conflicts_with_all = ["gguf", "gguf_adapter"])]
     pub merged: bool,

@@ -162,7 +162,7 @@ impl<B: Compute> Linear<B> {
 /// The values that a layer's output is added to.
 #[derive(Debug)]
 pub enum Residual<'a, B: Compute> {
-    /// There are none.
+    /// No values are added.
     None,
     /// Values that are still needed afterwards.
     Kept(&'a B::Tensor),

@@ -63,7 +63,7 @@ struct Blas {
 struct Side {
     stream: sys::CUstream,
     blas: Blas,
-    /// What a product aside waits for, and its end.
+    /// The event that a product on this stream waits for, and the event of its end.
     fork: sys::CUevent,
     end: sys::CUevent,
     /// Whether the main stream has not waited yet for the end of the latest product aside.

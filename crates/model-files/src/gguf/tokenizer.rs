@@ -120,7 +120,7 @@ fn pre_tokenizer(json: &Json) -> Result<&'static str, Refused> {
         }
         Some(rule) => Ok(rule),
         None => refused(
-            "its pre_tokenizer is none of those that were compared with llama.cpp: GPT-2's, SmolLM's, Qwen 2's, Llama 3's",
+            "its pre_tokenizer was not compared with llama.cpp; those of GPT-2, SmolLM, Qwen 2 and Llama 3 were",
         ),
     }
 }
