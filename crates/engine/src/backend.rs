@@ -207,6 +207,31 @@ pub trait Compute: Buffers {
     ) -> Result<Self::Tensor> {
         self.linear(x, weight, adapter, Some(&residual))
     }
+    /// Returns [`Compute::linear`] of rows that have different adapters: each adapter is applied to its rows, and none to the
+    /// `plain` rows. Every row is in one of these lists, and has the bits that it has in a batch with one adapter.
+    fn linear_mixed(
+        &self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        adapters: &[(&Self::Adapter, &[u32])],
+        plain: &[u32],
+        residual: Option<&Self::Tensor>,
+    ) -> Result<Self::Tensor> {
+        let groups = adapters.iter().map(|(adapter, rows)| (Some(*adapter), *rows)).chain([(None, plain)]);
+        let (mut parts, mut order) = (Vec::new(), Vec::new());
+        for (adapter, rows) in groups.filter(|(_, rows)| !rows.is_empty()) {
+            let x = self.select_rows(x, rows)?;
+            let residual = residual.map(|residual| self.select_rows(residual, rows)).transpose()?;
+            let pass = adapter.map(|adapter| AdapterPass { adapter, masks: &[] });
+            parts.push(self.linear(&x, weight, pass, residual.as_ref())?);
+            order.extend_from_slice(rows);
+        }
+        let mut places = vec![0; order.len()];
+        for (place, row) in order.iter().enumerate() {
+            places[*row as usize] = place as u32;
+        }
+        self.select_rows(&self.concat_rows(&parts.iter().collect::<Vec<_>>())?, &places)
+    }
     /// Returns dL/dx of [`Compute::linear`] without the residual's part, and adds the gradients
     /// of the trained parameters.
     fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Self::FlatBuffer) -> Result<Self::Tensor>;
@@ -270,8 +295,47 @@ pub trait Decode: Compute {
     /// A choice of next tokens that the device has started but not finished.
     type PendingChoice: Debug + Send + Sync;
 
+    /// Keys and values of a complete prompt that later prompts may begin with.
+    type KeptPrompt: Clone + Debug + Send + Sync;
+
     /// Whether sampling gives a token the same log-prob, bit for bit, as a training forward.
     fn samples_exactly(&self) -> bool;
+    /// Whether the rows of one generation step may have different adapters.
+    fn mixes_adapters(&self) -> bool {
+        false
+    }
+    /// Returns the keys and values of a prompt that was announced and filled, for [`Decode::add_prompt_after`]; None if the
+    /// backend cannot continue prompts.
+    fn keep_prompt(&self, _cache: &Self::Cache, _prompt: usize) -> Option<Self::KeptPrompt> {
+        None
+    }
+    /// Returns the memory of a kept prompt in bytes.
+    fn kept_bytes(&self, _kept: &Self::KeptPrompt) -> usize {
+        0
+    }
+    /// Announces a prompt of `length` tokens that begins with the first `shared` tokens of a kept prompt, `shared` < `length`.
+    /// Returns its index; None if the kept prompt no longer holds positions that the next tokens attend to.
+    fn add_prompt_after(
+        &self,
+        _cache: &mut Self::Cache,
+        _kept: &Self::KeptPrompt,
+        _shared: usize,
+        _length: usize,
+    ) -> Option<usize> {
+        None
+    }
+    /// Appends the remaining tokens of prompts to their keys and values in a layer, and computes the attention of these tokens:
+    /// `[tokens, q_width]`. `prompts` holds index and number of remaining tokens of each prompt, whose rows follow each other
+    /// in `qkv`.
+    fn extend_prompts(
+        &self,
+        _cache: &mut Self::Cache,
+        _prompts: &[(usize, usize)],
+        _layer: usize,
+        _qkv: &Self::Tensor,
+    ) -> Result<Self::Tensor> {
+        Err(EngineError::Input("this backend cannot continue prompts".to_owned()))
+    }
     /// Looks up the embedding rows of a generation step's tokens.
     fn embed_step(&self, table: &Self::Weight, _cache: &mut Self::Cache, tokens: Tokens<'_>) -> Result<Self::Tensor> {
         match tokens {

@@ -32,9 +32,10 @@ pub use crate::trajectory::Trajectory;
 
 pub use decode::DecodeState;
 use decoder::Decoder;
+pub use decoder::{Joined, Joining};
 use full::Full;
 use packing::Packing;
-use pass::{Pass, RowDropout};
+use pass::{Applied, Pass, RowDropout};
 
 /// The scores of one trajectory; one entry per model token, in order.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -331,7 +332,7 @@ impl Policy {
         }
         let p = self.lora_config().map_or(0.0, |lora| lora.dropout);
         let dropout = dropout.filter(|_| p > 0.0).map(|dropout| TokenDropout::of_rows(p, dropout, rows, &packing));
-        let pass = Pass { adapter: true, dropout: dropout.as_ref(), layer: 0 };
+        let pass = Pass { adapter: Applied::Trained, dropout: dropout.as_ref(), layer: 0 };
         let mut scores = Vec::new();
         let mut by_target = |new: &[TokenScore]| -> Result<Vec<f32>> {
             scores = by_row(rows, new);

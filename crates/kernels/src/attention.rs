@@ -145,6 +145,29 @@ impl Segment {
         Segment { first, len: first, ..Segment::default() }
     }
 
+    /// Copies the first positions of a segment, up to the end of `needed`, which is a multiple of [`BLOCK`]; the copy may drop
+    /// positions before the start of `needed`. None if the segment no longer holds all positions of `needed`.
+    pub fn beginning(&self, heads: &Heads, needed: Range<usize>) -> Option<Segment> {
+        assert!(needed.end.is_multiple_of(BLOCK), "a segment is copied in whole blocks");
+        let first = block_start(needed.start);
+        if first < self.first || needed.end > self.len {
+            return None;
+        }
+        let mut copy = Segment::beginning_at(first);
+        copy.grow(heads, needed.end);
+        let from = self.place_of(first / BLOCK);
+        let (keys, values) = (Self::key_stride(heads), Self::value_stride(heads));
+        let copied = (needed.end - first) / BLOCK;
+        copy.keys[..copied * keys].copy_from_slice(&self.keys[from * keys..][..copied * keys]);
+        copy.values[..copied * values].copy_from_slice(&self.values[from * values..][..copied * values]);
+        Some(copy)
+    }
+
+    /// Memory of the keys and values in bytes.
+    pub fn bytes(&self) -> usize {
+        (self.keys.len() + self.values.len()) * size_of::<f32>()
+    }
+
     /// Number of positions in the segment, including dropped ones.
     pub fn len(&self) -> usize {
         self.len

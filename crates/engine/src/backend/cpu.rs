@@ -263,6 +263,17 @@ impl Compute for Cpu {
         Ok(self.product(x, weight, adapter.as_ref(), residual))
     }
 
+    fn linear_mixed(
+        &self,
+        x: &Matrix,
+        weight: &Weight,
+        adapters: &[(&Arc<Adapter>, &[u32])],
+        _plain: &[u32],
+        residual: Option<&Matrix>,
+    ) -> Result<Matrix> {
+        Ok(self.product_mixed(x, weight, adapters, residual))
+    }
+
     fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Matrix> {
         Ok(self.product_vjp(linear, gradient))
     }
@@ -338,9 +349,42 @@ impl Compute for Cpu {
 impl Decode for Cpu {
     type Cache = Cache;
     type PendingChoice = Infallible;
+    type KeptPrompt = Arc<attention::Prompt>;
 
     fn samples_exactly(&self) -> bool {
         true
+    }
+
+    fn mixes_adapters(&self) -> bool {
+        true
+    }
+
+    fn keep_prompt(&self, cache: &Cache, prompt: usize) -> Option<Arc<attention::Prompt>> {
+        cache.kept(prompt)
+    }
+
+    fn kept_bytes(&self, kept: &Arc<attention::Prompt>) -> usize {
+        kept.bytes()
+    }
+
+    fn add_prompt_after(
+        &self,
+        cache: &mut Cache,
+        kept: &Arc<attention::Prompt>,
+        shared: usize,
+        length: usize,
+    ) -> Option<usize> {
+        cache.announce_after(kept, shared, length)
+    }
+
+    fn extend_prompts(
+        &self,
+        cache: &mut Cache,
+        prompts: &[(usize, usize)],
+        layer: usize,
+        qkv: &Matrix,
+    ) -> Result<Matrix> {
+        Ok(self.attend_prompts(cache, prompts, layer, qkv))
     }
 
     fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Cache {

@@ -1,7 +1,9 @@
 //! Generation: prompts are computed once and share their keys and values; rows join, grow by one token
 //! per step, and leave.
 
-use super::{Adapter, Logits, Network, Policy};
+use super::decoder::{Joined, Joining, KeptPrompts};
+use super::pass::{Applied, MixedRows};
+use super::{Adapter, Logits, Network, Policy, with_decoder};
 #[cfg(feature = "cuda")]
 use crate::backend::cuda::Cuda;
 use crate::backend::{Choice, Chosen, Decode, Pick, cpu::Cpu, reference::Reference};
@@ -23,8 +25,10 @@ enum OnBackend {
 /// The sequences being decoded: their KV cache, and the residual stream from which each one's next token is chosen.
 #[derive(Debug)]
 pub struct Rows<B: Decode> {
-    /// Whether the LoRA adapter is applied.
-    pub adapter: Adapter,
+    /// The adapters of the sequences.
+    pub adapters: RowAdapters,
+    /// Prompts whose keys and values later prompts may begin with.
+    pub kept: KeptPrompts<B>,
     /// The key-value cache of all sequences.
     pub cache: B::Cache,
     /// The residual stream `[rows, hidden]` after the last layer; None without sequences.
@@ -37,6 +41,39 @@ pub struct Rows<B: Decode> {
     pub lengths: Vec<usize>,
     /// Maximum number of tokens of each sequence, prompt included.
     pub most: Vec<usize>,
+}
+
+/// The adapters of the sequences of a batch.
+#[derive(Debug)]
+pub enum RowAdapters {
+    /// The trained adapter of all sequences, or none.
+    Same(Adapter),
+    /// The served adapter of each sequence.
+    Served {
+        /// The slot of each sequence's adapter; None is the base model.
+        slots: Vec<Option<u32>>,
+        /// The sequences sorted by their adapters.
+        mixed: MixedRows,
+    },
+}
+
+impl RowAdapters {
+    /// The adapters that a step applies.
+    pub fn applied(&self) -> Applied<'_> {
+        match self {
+            RowAdapters::Same(Adapter::On) => Applied::Trained,
+            RowAdapters::Same(Adapter::Off) => Applied::Nothing,
+            RowAdapters::Served { mixed, .. } => mixed.applied(),
+        }
+    }
+
+    /// Changes the adapters of the sequences; does nothing if all have the same.
+    pub fn change(&mut self, change: impl FnOnce(&mut Vec<Option<u32>>)) {
+        if let RowAdapters::Served { slots, mixed } = self {
+            change(slots);
+            *mixed = MixedRows::new(slots);
+        }
+    }
 }
 
 /// A choice of next tokens that has started.
@@ -98,6 +135,41 @@ impl Policy {
         })
     }
 
+    /// Creates a batch for sequences that may have served adapters ([`Policy::serve_lora`]). Keys and values of up to
+    /// `kept_bytes` of prompts stay for later prompts that begin with the same tokens.
+    pub fn begin_serving(&self, kept_bytes: usize) -> DecodeState {
+        let mut state = self.begin(Adapter::Off);
+        let served = RowAdapters::Served { slots: Vec::new(), mixed: MixedRows::default() };
+        match &mut state.0 {
+            OnBackend::Cpu(rows) => (rows.adapters, rows.kept.limit_bytes) = (served, kept_bytes),
+            OnBackend::Reference(rows) => (rows.adapters, rows.kept.limit_bytes) = (served, kept_bytes),
+            #[cfg(feature = "cuda")]
+            OnBackend::Cuda(rows) => (rows.adapters, rows.kept.limit_bytes) = (served, kept_bytes),
+        }
+        state
+    }
+
+    /// Whether the sequences of one batch may have different adapters.
+    pub fn mixes_adapters(&self) -> bool {
+        with_decoder!(&self.network, |decoder| decoder.mixes_adapters())
+    }
+
+    /// Appends sequences to a batch of [`Policy::begin_serving`], each with its own adapter and length; equal beginnings of
+    /// prompts are computed once.
+    pub fn join_served(&self, state: &mut DecodeState, joining: &[Joining<'_>]) -> Result<Joined> {
+        with_rows!(self, &mut state.0, |decoder, rows| decoder.join_served(rows, joining))
+    }
+
+    /// Forgets the kept prompts of an adapter, or of the base model.
+    pub fn forget_prompts(&self, state: &mut DecodeState, slot: Option<u32>) {
+        match &mut state.0 {
+            OnBackend::Cpu(rows) => rows.kept.forget(slot),
+            OnBackend::Reference(rows) => rows.kept.forget(slot),
+            #[cfg(feature = "cuda")]
+            OnBackend::Cuda(rows) => rows.kept.forget(slot),
+        }
+    }
+
     /// Computes each distinct prompt once, and appends `num_copies` sequences per prompt, prompt by prompt; they wait
     /// for their first token. A sequence grows by at most `max_new_tokens`.
     pub fn join(
@@ -117,6 +189,24 @@ impl Policy {
     pub fn next_logits(&self, state: &DecodeState) -> Result<Logits> {
         let values = with_rows!(self, &state.0, |decoder, rows| decoder.next_logits(rows))?;
         Ok(Logits { values, vocab_size: self.card.config.vocab_size })
+    }
+
+    /// Returns the next-token logits of some sequences, in this order.
+    pub fn next_logits_of(&self, state: &DecodeState, which: &[u32]) -> Result<Logits> {
+        let values = with_rows!(self, &state.0, |decoder, rows| decoder.next_logits_of(rows, which))?;
+        Ok(Logits { values, vocab_size: self.card.config.vocab_size })
+    }
+
+    /// Chooses the next token of some sequences, like [`Policy::choose_into`], with one pick for each of them.
+    pub fn choose_of(
+        &self,
+        state: &DecodeState,
+        which: &[u32],
+        picks: &[Pick],
+        chosen: &mut Vec<Chosen>,
+    ) -> Result<()> {
+        let choice = Choice { picks, filters: Filters::OFF };
+        with_rows!(self, &state.0, |decoder, rows| decoder.choose_of(rows, which, choice, chosen))
     }
 
     /// Chooses the next token of every sequence within the head: the logits never leave the backend.

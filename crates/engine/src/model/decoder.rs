@@ -2,12 +2,13 @@
 //! holds prefill and decode.
 
 mod generate;
+mod serving;
 
 use std::sync::Arc;
 
 use super::layer::{Batch, Layer, Norm, Saved};
 use super::packing::{Packing, Target};
-use super::pass::Pass;
+use super::pass::{Applied, Pass};
 use super::rope::{Angles, Ropes};
 use super::{Adapter, EMBEDDING, HEAD, NORM, Trajectory, unknown_token};
 use crate::backend::{Compute, Flat, FullSlot, Head, HeadBackward};
@@ -33,6 +34,8 @@ pub struct Decoder<B: Compute> {
     ropes: Arc<Ropes>,
     gradient_checkpointing: bool,
 }
+
+pub use serving::{Joined, Joining, KeptPrompts};
 
 /// A loss over the scored tokens of a batch: maps their new log-probs to dL/dlogp, one value per target.
 pub type TargetLoss<'l> = dyn FnMut(&[TokenScore]) -> Result<Vec<f32>> + 'l;
@@ -178,10 +181,14 @@ impl<B: Compute> Decoder<B> {
 
     /// Computes the residual stream of a batch after the last layer.
     fn hidden(&self, packing: &Packing, adapter: Adapter) -> Result<B::Tensor> {
+        self.hidden_with(packing, Pass::inference(adapter).adapter)
+    }
+
+    fn hidden_with(&self, packing: &Packing, applied: Applied<'_>) -> Result<B::Tensor> {
         let batch = self.batch(packing)?;
         let mut x = self.embed(&packing.ids)?;
         for layer in &self.layers {
-            x = layer.forward(&self.backend, &x, &batch, Pass::inference(adapter))?.0;
+            x = layer.forward(&self.backend, &x, &batch, Pass::applying(applied))?.0;
         }
         Ok(x)
     }

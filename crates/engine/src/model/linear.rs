@@ -1,9 +1,10 @@
 //! A linear layer, possibly several fused into one, with LoRA applied without merging: y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. The
 //! trained parameters are the adapters, or in full fine-tuning W and b.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::pass::Pass;
+use super::pass::{Applied, MixedRows, Pass};
 use crate::backend::{
     AdapterBackward, AdapterBlock, AdapterPass, AdapterShape, Compute, FullSlot, LinearBackward, Mask, Module,
 };
@@ -37,6 +38,8 @@ pub struct Linear<B: Compute> {
     has_bias: bool,
     weight: B::Weight,
     lora: Option<Lora<B>>,
+    /// The adapters that are served besides, by slot; those that do not adapt this layer are missing.
+    served: BTreeMap<u32, Lora<B>>,
     /// The trained modules in full fine-tuning; empty otherwise.
     full: Vec<FullSlot>,
 }
@@ -71,7 +74,7 @@ impl<B: Compute> Linear<B> {
         }
         let inputs = matrices.iter().map(Matrix::len).sum::<usize>() / begin.max(1);
         let weight = backend.upload_matrices(matrices, inputs, bias.then_some(bias_values))?;
-        Ok(Linear { parts, inputs, has_bias: bias, weight, lora: None, full: Vec::new() })
+        Ok(Linear { parts, inputs, has_bias: bias, weight, lora: None, served: BTreeMap::new(), full: Vec::new() })
     }
 
     /// Returns the memory of the layer's matrix in bytes; None if the backend does not know it.
@@ -101,37 +104,69 @@ impl<B: Compute> Linear<B> {
         Ok(())
     }
 
-    /// Sets the layer's LoRA adapters. `slot(module)` returns the positions of an adapted module's factors
-    /// in the flat parameters.
+    /// Sets the layer's trained LoRA adapter. `slot(module)` returns the positions of an adapted module's factors in the
+    /// flat parameters.
     pub fn set_lora(
         &mut self,
         backend: &B,
         parameters: &B::FlatBuffer,
         slot: impl Fn(Module) -> Option<Slot>,
     ) -> Result<()> {
+        self.full.clear();
+        self.lora = self.adapter(backend, parameters, slot)?;
+        Ok(())
+    }
+
+    /// Adds an adapter that is served, like [`Linear::set_lora`], or replaces the one with this number.
+    pub fn serve(
+        &mut self,
+        backend: &B,
+        number: u32,
+        parameters: &B::FlatBuffer,
+        slot: impl Fn(Module) -> Option<Slot>,
+    ) -> Result<()> {
+        self.served.remove(&number);
+        self.served.extend(self.adapter(backend, parameters, slot)?.map(|lora| (number, lora)));
+        Ok(())
+    }
+
+    /// Removes an adapter that was served.
+    pub fn stop_serving(&mut self, number: u32) {
+        self.served.remove(&number);
+    }
+
+    /// Creates the layer's LoRA factors; None if the adapter has none for this layer.
+    fn adapter(
+        &self,
+        backend: &B,
+        parameters: &B::FlatBuffer,
+        slot: impl Fn(Module) -> Option<Slot>,
+    ) -> Result<Option<Lora<B>>> {
         let adapted: Vec<(Part, Slot)> =
             self.parts.iter().filter_map(|part| Some((*part, slot(part.module)?))).collect();
-        self.full.clear();
         if adapted.is_empty() {
-            self.lora = None;
-            return Ok(());
+            return Ok(None);
         }
         let blocks = adapted.iter().map(|(part, slot)| {
             let Slot { a, b, r, scaling } = *slot;
             AdapterBlock { outputs: part.outputs(), a, b, r, scaling }
         });
         let shape = AdapterShape { inputs: self.inputs, outputs: self.outputs(), blocks: blocks.collect() };
-        self.lora = Some(Lora {
+        Ok(Some(Lora {
             adapter: backend.adapter_from(parameters, &shape)?,
             modules: adapted.iter().map(|(part, _)| part.module).collect(),
             slots: adapted.iter().map(|(_, slot)| (slot.a, slot.b)).collect(),
-        });
-        Ok(())
+        }))
     }
 
     /// Computes y `[T, out]` of the layer from x `[T, in]`, and adds it to the residual.
     pub fn forward(&self, backend: &B, x: &B::Tensor, residual: Residual<'_, B>, pass: Pass<'_>) -> Result<B::Tensor> {
-        let lora = self.lora.as_ref().filter(|_| pass.adapter);
+        let lora = match pass.adapter {
+            Applied::Nothing => None,
+            Applied::Trained => self.lora.as_ref(),
+            Applied::Served(number) => self.served.get(&number),
+            Applied::Mixed(mixed) => return self.forward_mixed(backend, x, residual, mixed),
+        };
         let masks = lora.map_or(Vec::new(), |lora| lora.masks(pass));
         let adapter = lora.map(|lora| AdapterPass { adapter: &lora.adapter, masks: &masks });
         match residual {
@@ -139,6 +174,30 @@ impl<B: Compute> Linear<B> {
             Residual::Kept(residual) => backend.linear(x, &self.weight, adapter, Some(residual)),
             Residual::Consumed(residual) => backend.linear_onto(x, &self.weight, adapter, residual),
         }
+    }
+
+    /// Computes the layer with each row's own adapter.
+    fn forward_mixed(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        residual: Residual<'_, B>,
+        mixed: &MixedRows,
+    ) -> Result<B::Tensor> {
+        let mut plain = mixed.plain.clone();
+        let mut adapters = Vec::with_capacity(mixed.groups.len());
+        for (number, rows) in &mixed.groups {
+            match self.served.get(number) {
+                Some(lora) => adapters.push((&lora.adapter, rows.as_slice())),
+                None => plain.extend(rows),
+            }
+        }
+        let residual = match &residual {
+            Residual::None => None,
+            Residual::Kept(residual) => Some(*residual),
+            Residual::Consumed(residual) => Some(residual),
+        };
+        backend.linear_mixed(x, &self.weight, &adapters, &plain, residual)
     }
 
     /// Returns dL/dx of the layer, and adds the gradients of trained parameters to the flat gradient.

@@ -5,11 +5,64 @@ use super::{Adapter, Trajectory};
 use crate::backend::{Mask, Module, TokenDropout};
 use crate::random::Key;
 
+/// The LoRA adapters that a pass applies.
+#[derive(Debug, Clone, Copy)]
+pub enum Applied<'a> {
+    /// No adapter: the base model.
+    Nothing,
+    /// The trained adapter, if the model has one.
+    Trained,
+    /// One served adapter, to all rows.
+    Served(u32),
+    /// Served adapters, each to its own rows.
+    Mixed(&'a MixedRows),
+}
+
+/// The served adapters of a batch and the rows that each of them is applied to. The other rows have no adapter.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MixedRows {
+    /// The slot of each adapter, with its rows in ascending order.
+    pub groups: Vec<(u32, Vec<u32>)>,
+    /// The rows without adapter, in ascending order.
+    pub plain: Vec<u32>,
+}
+
+impl MixedRows {
+    /// Sorts rows by their adapters; `slots` has one entry per row.
+    pub fn new(slots: &[Option<u32>]) -> Self {
+        let mut mixed = MixedRows::default();
+        for (row, slot) in slots.iter().enumerate() {
+            let rows = match slot {
+                None => &mut mixed.plain,
+                Some(slot) => match mixed.groups.iter().position(|(other, _)| other == slot) {
+                    Some(index) => &mut mixed.groups[index].1,
+                    None => {
+                        mixed.groups.push((*slot, Vec::new()));
+                        let last = mixed.groups.len() - 1;
+                        &mut mixed.groups[last].1
+                    }
+                },
+            };
+            rows.push(row as u32);
+        }
+        mixed
+    }
+
+    /// The adapters to apply; a batch with one adapter for all rows needs no selection of rows.
+    pub fn applied(&self) -> Applied<'_> {
+        match (self.groups.as_slice(), self.plain.is_empty()) {
+            ([], _) => Applied::Nothing,
+            ([(slot, _)], true) => Applied::Served(*slot),
+            _ => Applied::Mixed(self),
+        }
+    }
+}
+
 /// The options of one pass through the decoder.
 #[derive(Debug, Clone, Copy)]
 pub struct Pass<'a> {
-    /// Whether the LoRA adapter is applied.
-    pub adapter: bool,
+    /// The LoRA adapters that are applied.
+    pub adapter: Applied<'a>,
     /// Dropout of the adapter's inputs.
     pub dropout: Option<&'a TokenDropout>,
     /// Index of the decoder layer, from 0; part of the dropout's random key.
@@ -19,7 +72,15 @@ pub struct Pass<'a> {
 impl<'a> Pass<'a> {
     /// A pass for sampling, and for old and reference log-probs: without dropout.
     pub fn inference(adapter: Adapter) -> Self {
-        Self { adapter: adapter == Adapter::On, dropout: None, layer: 0 }
+        Self::applying(match adapter {
+            Adapter::On => Applied::Trained,
+            Adapter::Off => Applied::Nothing,
+        })
+    }
+
+    /// A pass for inference with these adapters.
+    pub fn applying(adapter: Applied<'a>) -> Self {
+        Self { adapter, dropout: None, layer: 0 }
     }
 
     /// The same options for another layer.

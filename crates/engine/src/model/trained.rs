@@ -30,6 +30,33 @@ impl Policy {
         self.set_lora(Lora::read(&config, &self.card.config, &dir.join(lora::WEIGHTS))?)
     }
 
+    /// Loads a PEFT adapter directory to be served under this number, beside others; training does not see it.
+    pub fn serve_lora(&mut self, number: u32, dir: &Path) -> Result<()> {
+        let config = lora::read_config(dir, &self.card.config)?;
+        let mut lora = Lora::read(&config, &self.card.config, &dir.join(lora::WEIGHTS))?;
+        lora.values = with_decoder!(&self.network, |decoder| decoder.backend().upload(lora.values))?;
+        with_decoder!(&mut self.network, |decoder| decoder.serve_lora(number, &lora))
+    }
+
+    /// Frees an adapter that was served.
+    pub fn stop_serving(&mut self, number: u32) {
+        with_decoder!(&mut self.network, |decoder| decoder.stop_serving(number));
+    }
+
+    /// Computes the logits at all positions of a sequence under a served adapter or the base model, a few positions at a time:
+    /// `f(first position, logits of consecutive positions)`.
+    pub fn all_logits(
+        &self,
+        ids: &[u32],
+        slot: Option<u32>,
+        f: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        if ids.is_empty() {
+            return Err(EngineError::Input("a prompt is empty; at least one token is required".to_owned()));
+        }
+        with_decoder!(&self.network, |decoder| decoder.all_logits(ids, slot, f))
+    }
+
     /// Loads the tensors of a PEFT adapter file whose config is known.
     pub fn load_lora_tensors(&mut self, config: &LoraPlan, file: &Path) -> Result<()> {
         self.set_lora(Lora::read(config, &self.card.config, file)?)

@@ -19,10 +19,18 @@ pub struct Cache {
     pieces: Vec<Range<usize>>,
 }
 
+/// Keys and values of a prompt in all layers.
 #[derive(Debug)]
-struct Prompt {
+pub struct Prompt {
     len: usize,
     layers: Vec<Segment>,
+}
+
+impl Prompt {
+    /// Returns the memory of the keys and values in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.layers.iter().map(Segment::bytes).sum()
+    }
 }
 
 #[derive(Debug)]
@@ -47,6 +55,22 @@ impl Cache {
         let layers = vec![Segment::default(); self.windows.len()];
         self.prompts.extend(lengths.iter().map(|len| Arc::new(Prompt { len: *len, layers: layers.clone() })));
         first
+    }
+
+    /// The prompt with this index, for later prompts that begin with the same tokens.
+    pub(super) fn kept(&self, prompt: usize) -> Option<Arc<Prompt>> {
+        self.prompts.get(prompt).cloned()
+    }
+
+    /// Announces a prompt of `length` tokens that begins with `shared` tokens of another one; their keys and values are copied.
+    pub(super) fn announce_after(&mut self, kept: &Prompt, shared: usize, length: usize) -> Option<usize> {
+        let Cache { heads, windows, prompts, .. } = self;
+        let copied = kept.layers.iter().zip(windows.iter()).map(|(segment, window)| {
+            segment.beginning(heads, first_seen(shared, *window)..shared)
+        });
+        let layers = copied.collect::<Option<Vec<Segment>>>()?;
+        prompts.push(Arc::new(Prompt { len: length, layers }));
+        Some(prompts.len() - 1)
     }
 
     pub(super) fn fill(&mut self, first: usize, layer: usize, qkv: &Matrix) {
@@ -149,6 +173,53 @@ impl Cpu {
             });
             attention::attend(self.isa, heads, &first.prompt.layers[layer], queries);
         });
+        out
+    }
+
+    /// Appends the remaining tokens of prompts to their keys and values, and computes the attention of these tokens.
+    pub(super) fn attend_prompts(
+        &self,
+        cache: &mut Cache,
+        prompts: &[(usize, usize)],
+        layer: usize,
+        qkv: &Matrix,
+    ) -> Matrix {
+        let Cache { heads, windows, prompts: cached, .. } = cache;
+        let (window, width) = (windows[layer], heads.q_width());
+        let mut out = self.pool.matrix(qkv.rows(), width);
+        let mut row = 0;
+        for (index, count) in prompts {
+            if let Some(prompt) = cached.get_mut(*index).and_then(Arc::get_mut) {
+                let values = &qkv.values()[row * qkv.width()..(row + count) * qkv.width()];
+                prompt.layers[layer].reserve(heads, *count);
+                prompt.layers[layer].extend(heads, values);
+            }
+            row += count;
+        }
+        let none = Segment::default();
+        let (mut batches, mut outputs, mut row) = (Vec::new(), out.values_mut().chunks_exact_mut(width), 0);
+        let mut queries: Vec<Vec<Query<'_>>> = Vec::with_capacity(prompts.len());
+        for (index, count) in prompts {
+            let start = cached[*index].len - count;
+            let of_prompt = (0..*count).zip(outputs.by_ref()).map(|(token, out)| Query {
+                qkv: qkv.row(row + token),
+                own: &none,
+                visible: Visible::of_prompt(start + token, window),
+                out,
+            });
+            queries.push(of_prompt.collect());
+            row += count;
+        }
+        for ((index, _), queries) in prompts.iter().zip(&mut queries) {
+            batches.push(attention::Batch { prompt: &cached[*index].layers[layer], queries });
+        }
+        attention::attend_batches(&self.threads, self.isa, heads, &mut batches);
+        drop(batches);
+        for (index, _) in prompts {
+            if let Some(prompt) = cached.get_mut(*index).and_then(Arc::get_mut) {
+                prompt.layers[layer].drop_before(heads, first_seen(prompt.len, window));
+            }
+        }
         out
     }
 

@@ -1,6 +1,7 @@
 //! Linear layers: products with packed weights and their LoRA adapters.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::{AdapterPass, AdapterShape, Cpu, Matrix, Weight, rows};
 use crate::backend::{AdapterBackward, AdapterBlock, FullSlot, LinearBackward, Mask};
@@ -101,6 +102,31 @@ impl Cpu {
                 });
                 let linear = Linear { x: x.values(), stride: x.width(), weight: &weight.matrix, bias, residual, lora };
                 gemm::linear(&self.threads, self.isa, linear, out);
+            }
+        }
+        y
+    }
+
+    /// Computes a product in which some rows have an adapter of their own. The weight is read once for all rows. Every output
+    /// is one chain of sums, which the adapter's product continues, so a row has the bits of a batch with one adapter.
+    pub(super) fn product_mixed(
+        &self,
+        x: &Matrix,
+        weight: &Weight,
+        adapters: &[(&Arc<Adapter>, &[u32])],
+        residual: Option<&Matrix>,
+    ) -> Matrix {
+        let mut y = self.product(x, weight, None, residual);
+        for (adapter, rows) in adapters {
+            let pass = AdapterPass { adapter: *adapter, masks: &[] };
+            let hidden = self.hidden(&pass, &self.gather(x, rows));
+            let mut sums = self.gather(&y, rows);
+            let (stride, count) = (sums.width(), sums.rows());
+            let out = Output { y: sums.values_mut(), stride, rows: count, add: true };
+            gemm::forward(&self.threads, self.isa, &[term(&hidden, &adapter.b)], None, out);
+            for (index, row) in rows.iter().enumerate() {
+                let row = *row as usize;
+                y.rows_mut(row..row + 1).copy_from_slice(sums.row(index));
             }
         }
         y

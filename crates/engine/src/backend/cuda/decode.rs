@@ -188,6 +188,7 @@ impl Cuda {
 impl Decode for Cuda {
     type Cache = Cache;
     type PendingChoice = PendingChoice;
+    type KeptPrompt = Infallible;
 
     fn samples_exactly(&self) -> bool {
         self.gemm == Gemm::Exact

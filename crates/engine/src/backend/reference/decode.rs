@@ -47,10 +47,15 @@ fn drop_unseen(own: &mut Vec<f32>, width: usize, window: usize) {
 impl Decode for Reference {
     type Cache = Cache;
     type PendingChoice = Infallible;
+    type KeptPrompt = Infallible;
 
     /// The results of candle's matrix products differ in the last bits with the number of rows.
     fn samples_exactly(&self) -> bool {
         false
+    }
+
+    fn mixes_adapters(&self) -> bool {
+        true
     }
 
     fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Cache {

@@ -6,11 +6,12 @@ use super::Decoder;
 use crate::backend::{Choice, Chosen, Decode, Step, Tokens};
 use crate::error::{EngineError, Result};
 use crate::model::Adapter;
-use crate::model::decode::{Picks, Rows};
+use super::serving::KeptPrompts;
+use crate::model::decode::{Picks, RowAdapters, Rows};
 use crate::model::layer::{self, Places};
 use crate::model::linear::Residual;
 use crate::model::packing::Packing;
-use crate::model::pass::Pass;
+use crate::model::pass::{Applied, Pass};
 use crate::model::rope::Angles;
 use crate::spec::footprint::PREFILL_TOKENS;
 
@@ -26,7 +27,7 @@ impl<B: Decode> Decoder<B> {
         self.backend.release_cached();
         let windows: Vec<Option<usize>> = self.layers.iter().map(|layer| layer.window).collect();
         let cache = self.backend.new_cache(&layer::heads(&self.config), &windows);
-        Rows { adapter, cache, hidden: None, picked: None, due: None, lengths: Vec::new(), most: Vec::new() }
+        Rows { adapters: RowAdapters::Same(adapter), kept: KeptPrompts::default(), cache, hidden: None, picked: None, due: None, lengths: Vec::new(), most: Vec::new() }
     }
 
     /// Computes each distinct prompt once and appends `num_copies` rows per prompt, prompt by prompt.
@@ -53,7 +54,8 @@ impl<B: Decode> Decoder<B> {
                 tokens <= PREFILL_TOKENS as usize
             });
             let (chunk, after) = rest.split_at(fits.count().max(1));
-            let (first, last) = self.prefill(rows, chunk, max_new_tokens)?;
+            let most: Vec<usize> = chunk.iter().map(|prompt| prompt.len() + max_new_tokens).collect();
+            let (first, last) = self.prefill(rows, chunk, &most)?;
             known.extend(first..first + chunk.len());
             lasts.push(last);
             rest = after;
@@ -76,32 +78,64 @@ impl<B: Decode> Decoder<B> {
         Ok(())
     }
 
-    /// Returns the first prompt's index in the cache, and the hidden row of each prompt's last token.
-    fn prefill(&self, rows: &mut Rows<B>, prompts: &[&[u32]], max_new_tokens: usize) -> Result<(usize, B::Tensor)> {
-        let with_length = |ids: &&'_ [u32]| self.ropes.length_when_sampling(ids.len(), ids.len() + max_new_tokens);
-        let prompts_and_lengths: Vec<_> = prompts.iter().map(|ids| (*ids, with_length(ids))).collect();
+    /// Computes prompts that will have at most `most` tokens each. Returns the first prompt's index in the cache, and the hidden
+    /// row of each prompt's last token.
+    pub(super) fn prefill(&self, rows: &mut Rows<B>, prompts: &[&[u32]], most: &[usize]) -> Result<(usize, B::Tensor)> {
+        let applied = rows.adapters.applied();
+        let (first, x) = self.prefill_with(&mut rows.cache, prompts, most, applied)?;
+        let ends = prompts.iter().map(|prompt| prompt.len());
+        Ok((first, self.backend.select_rows(&x, &last_rows(ends))?))
+    }
+
+    /// Computes prompts like [`Decoder::prefill`]; returns the hidden rows of all their tokens.
+    pub(super) fn prefill_with(
+        &self,
+        cache: &mut B::Cache,
+        prompts: &[&[u32]],
+        most: &[usize],
+        applied: Applied<'_>,
+    ) -> Result<(usize, B::Tensor)> {
+        let with_length = |(ids, most): (&&'_ [u32], &usize)| self.ropes.length_when_sampling(ids.len(), *most);
+        let lengths_of = prompts.iter().zip(most).map(with_length);
+        let prompts_and_lengths: Vec<_> = prompts.iter().copied().zip(lengths_of).collect();
         let packing = Packing::sequences(&prompts_and_lengths, self.windows(), &self.ropes);
         let batch = self.batch(&packing)?;
         let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.len()).collect();
         let mut x = self.embed(&packing.ids)?;
-        let first = self.backend.add_prompts(&mut rows.cache, &lengths)?;
+        let first = self.backend.add_prompts(cache, &lengths)?;
         for (index, layer) in self.layers.iter().enumerate() {
-            let (y, qkv) = layer.forward(&self.backend, &x, &batch, Pass::inference(rows.adapter))?;
+            let (y, qkv) = layer.forward(&self.backend, &x, &batch, Pass::applying(applied))?;
             x = y;
-            self.backend.fill_prompts(&mut rows.cache, first, index, &qkv)?;
+            self.backend.fill_prompts(cache, first, index, &qkv)?;
         }
-        let mut end = 0;
-        let last = lengths.iter().map(|length| {
-            end += *length as u32;
-            end - 1
-        });
-        Ok((first, self.backend.select_rows(&x, &last.collect::<Vec<u32>>())?))
+        Ok((first, x))
     }
 
     /// Computes the next-token logits of every sequence.
     pub fn next_logits(&self, rows: &Rows<B>) -> Result<Vec<f32>> {
         let Some(hidden) = &rows.hidden else { return Ok(Vec::new()) };
         self.backend.download(&self.backend.logits(&self.normed(hidden)?, &self.head)?)
+    }
+
+    /// Computes the next-token logits of some sequences.
+    pub fn next_logits_of(&self, rows: &Rows<B>, which: &[u32]) -> Result<Vec<f32>> {
+        let Some(hidden) = rows.hidden.as_ref().filter(|_| !which.is_empty()) else { return Ok(Vec::new()) };
+        let hidden = self.backend.select_rows(hidden, which)?;
+        self.backend.download(&self.backend.logits(&self.normed(&hidden)?, &self.head)?)
+    }
+
+    /// Chooses the next token of some sequences.
+    pub fn choose_of(
+        &self,
+        rows: &Rows<B>,
+        which: &[u32],
+        choice: Choice<'_>,
+        chosen: &mut Vec<Chosen>,
+    ) -> Result<()> {
+        chosen.clear();
+        let Some(hidden) = rows.hidden.as_ref().filter(|_| !which.is_empty()) else { return Ok(()) };
+        let hidden = self.backend.select_rows(hidden, which)?;
+        self.backend.choose(&self.normed(&hidden)?, &self.head, choice, chosen)
     }
 
     /// Chooses the next token of every sequence, with one pick (temperature and random number) per sequence.
@@ -160,7 +194,7 @@ impl<B: Decode> Decoder<B> {
         let backend = &self.backend;
         let length_of = |row: usize| self.ropes.length_when_sampling(rows.lengths[row] + 1, rows.most[row]);
         let token_tables = self.ropes.token_tables(&rows.lengths, length_of);
-        let pass = Pass::inference(rows.adapter);
+        let pass = Pass::applying(rows.adapters.applied());
         // Drop the previous residual stream now, so that its memory can be reused in this step.
         rows.hidden = None;
         let step = Step { table: &token_tables.full.table, tokens, positions: &rows.lengths, choice };
@@ -196,6 +230,10 @@ impl<B: Decode> Decoder<B> {
             _ => rows.picked = None,
         }
         self.backend.retain_rows(&mut rows.cache, keep);
+        rows.adapters.change(|slots| {
+            let mut keep = keep.iter();
+            slots.retain(|_| keep.next().copied().unwrap_or(false));
+        });
         rows.hidden = match rows.hidden.take() {
             Some(hidden) if !kept.is_empty() => Some(self.backend.select_rows(&hidden, &kept)?),
             Some(_) | None => None,
@@ -204,4 +242,14 @@ impl<B: Decode> Decoder<B> {
         rows.most = kept.iter().map(|row| rows.most[*row as usize]).collect();
         Ok(())
     }
+}
+
+/// The index of the last row of each of these runs of rows, which follow each other.
+pub(super) fn last_rows(counts: impl Iterator<Item = usize>) -> Vec<u32> {
+    let mut end = 0;
+    let last = counts.map(|count| {
+        end += count as u32;
+        end - 1
+    });
+    last.collect()
 }
