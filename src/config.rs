@@ -9,7 +9,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use rlood_worker::size::parse_size;
 
 pub use crate::protocol::HEARTBEAT_MS;
-pub use rlood_worker::args::{GRACE_S, OneShotArgs, WorkerArgs};
+pub use rlood_worker::args::{GRACE_S, OneShotArgs, ServingArgs, WorkerArgs};
 pub use rlood_worker::device::{Device, machine_memory_bytes, machine_threads, process_memory_bytes};
 
 pub mod backup;
@@ -23,6 +23,7 @@ mod python;
 pub mod retention;
 mod reward;
 mod serve;
+mod serving;
 
 pub use bench::{BenchArgs, BenchPart, FourBit};
 pub use device::{Isa, Precision};
@@ -33,6 +34,7 @@ pub use python::{PythonRewards, PythonRewardsArgs};
 pub use retention::{Retention, RetentionArgs};
 pub use reward::{RewardArgs, RewardCheckArgs, RewardCommand, RewardFormat, RewardServeArgs, RewardServerArgs};
 pub(crate) use serve::random_token;
+pub use serving::{Serve, ServeModelsArgs};
 pub use serve::{ServeArgs, ServeConfig, no_key_for, resolve_listen};
 
 /// The environment variable from which candle and rayon read the size of their thread pools.
@@ -110,6 +112,9 @@ pub enum Command {
     /// Started by the server: export the checkpoint of the task on standard input, write result lines to standard output.
     #[command(hide = true)]
     ExportCheckpoint(OneShotArgs),
+    /// Started by the server: keep models loaded and generate for the requests on standard input.
+    #[command(hide = true)]
+    Serving(ServingArgs),
     /// Serve a reward model (a sequence-classification checkpoint) over HTTP: the reward contract v1, and OpenRLHF's remote reward
     /// model at the same address.
     RewardServer(RewardServerArgs),

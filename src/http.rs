@@ -61,6 +61,7 @@ pub mod system;
 mod tasks;
 pub mod throttle;
 mod uploads;
+pub mod v1;
 pub mod verdicts;
 mod warm_start;
 pub mod web;
@@ -91,6 +92,7 @@ use crate::files::DataDir;
 use crate::listen::{self, Connection};
 use crate::store::Store;
 use crate::supervisor::one_shot::{Generations, Preflights};
+use crate::supervisor::serving::Serving;
 use error::{Code, IsProblem, Problem, REQUEST_ID, shortened};
 
 pub use openapi::openapi;
@@ -115,6 +117,10 @@ pub struct AppState {
     pub preflights: Option<Preflights>,
     /// Runs generation and comparison requests. None if this server starts no processes.
     pub generations: Option<Generations>,
+    /// Serves models over `/v1`. None if this server starts no processes.
+    pub serving: Option<Serving>,
+    /// Tokenizers of the served models.
+    pub texts: v1::Texts,
     /// Limits how many memory- or CPU-intensive requests run concurrently.
     pub heavy: heavy::Slots,
     /// Limits how many tests of reward services run concurrently.
@@ -160,6 +166,8 @@ impl AppState {
             requests: Arc::default(),
             preflights: None,
             generations: None,
+            serving: None,
+            texts: v1::Texts::default(),
             heavy: heavy::Slots::new(slots),
             service_tests: heavy::Slots::new(heavy::MAX_SERVICE_TESTS),
             searches: heavy::Slots::new(samples::SEARCHES),
@@ -188,6 +196,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(compare::routes())
         .merge(generate::routes())
         .merge(verdicts::routes())
+        .merge(v1::routes())
         .merge(exports::routes())
         .merge(sparklines::routes())
         .merge(dataset_preview::routes())
@@ -300,6 +309,9 @@ async fn outermost(State(state): State<AppState>, request: Request, next: Next) 
             }
         })
         .await;
+    if v1::is_openai(&path) {
+        response = v1::translated(response).await;
+    }
 
     let headers = response.headers_mut();
     if let Ok(value) = HeaderValue::from_str(&id) {

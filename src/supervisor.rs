@@ -4,6 +4,7 @@
 //! closes and the child exits. The child's standard error is forwarded, and its last lines are kept for the report of a crash.
 
 pub mod one_shot;
+pub mod serving;
 
 use std::collections::VecDeque;
 use std::io::Write;

@@ -11,7 +11,7 @@ use clap::Args;
 use super::device::parse_devices;
 use super::{
     ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, GRACE_S, HEARTBEAT_MS, HubArgs, HubConfig, Isa, LEASE_MS,
-    LogFormat, MIN_SECRET_CHARS, PythonRewards, PythonRewardsArgs, Retention, RetentionArgs, SAMPLES_MAX_BYTES,
+    LogFormat, MIN_SECRET_CHARS, PythonRewards, PythonRewardsArgs, Retention, RetentionArgs, SAMPLES_MAX_BYTES, Serve, ServeModelsArgs,
     machine_memory_bytes, machine_threads, parse_size_of,
 };
 use crate::spec::footprint::Place;
@@ -123,6 +123,10 @@ pub struct ServeArgs {
     /// Settings of Python rewards.
     #[command(flatten)]
     pub python_rewards: PythonRewardsArgs,
+
+    /// Settings of the served models.
+    #[command(flatten)]
+    pub serving: ServeModelsArgs,
 }
 
 /// The validated configuration of a server. Created by [`ServeArgs::resolve`] or [`ServeConfig::loopback`].
@@ -185,6 +189,8 @@ pub struct ServeConfig {
     pub retention: Retention,
     /// Validated settings of Python rewards.
     pub python_rewards: PythonRewards,
+    /// Validated settings of the served models.
+    pub serving: Serve,
     /// Whether `allow_outgoing` is the default, which allows loopback only until the database contains an API key.
     pub default_outgoing: bool,
 }
@@ -237,6 +243,7 @@ impl ServeConfig {
             storage_limits: StorageLimits::new(),
             retention: Retention::default(),
             python_rewards: PythonRewards::default(),
+            serving: Serve::default(),
             default_outgoing: true,
         })
     }
@@ -325,10 +332,13 @@ impl ServeArgs {
             None if api_key.is_none() => vec!["loopback".to_owned()],
             None => Vec::new(),
         };
+        let devices = parse_devices(&self.devices)?;
+        let shares_gpus = self.gpu_memory.as_deref().is_some_and(|size| !size.is_empty());
         Ok(ServeConfig {
             listen,
             data_dir: self.data_dir.clone(),
-            devices: parse_devices(&self.devices)?,
+            serving: self.serving.resolve(&devices, shares_gpus)?,
+            devices,
             devices_are_found: self.devices.trim() == "auto",
             model_roots: resolve_model_roots(self.model_root.as_deref(), api_key.is_some())?,
             api_key,

@@ -89,6 +89,7 @@ mod run;
 pub mod sampling;
 mod saving;
 mod scoring;
+pub mod serving;
 mod start;
 mod step;
 pub mod tensors;

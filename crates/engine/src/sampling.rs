@@ -70,6 +70,17 @@ impl Sampler {
     /// Samples one token. `logits` (V) are changed in place; `uniform` is in [0, 1); `seen` holds the tokens of prompt
     /// and completion (only read if the repetition penalty is on). Ties go to the lowest id.
     pub fn choose(&self, logits: &mut [f32], seen: &HashSet<u32>, uniform: f64) -> u32 {
+        self.penalize(logits, seen);
+        self.choose_penalized(logits, uniform)
+    }
+
+    /// Samples one token like [`Sampler::choose`] from logits whose penalties were applied already.
+    pub fn choose_penalized(&self, logits: &[f32], uniform: f64) -> u32 {
+        sample_filtered(&self.filters(), logits, self.temperature, uniform)
+    }
+
+    /// Applies the repetition penalty to the logits (V) of the tokens in `seen`.
+    pub fn penalize(&self, logits: &mut [f32], seen: &HashSet<u32>) {
         if self.repetition_penalty != 1.0 {
             for &token in seen {
                 if let Some(logit) = logits.get_mut(token as usize) {
@@ -78,7 +89,6 @@ impl Sampler {
                 }
             }
         }
-        sample_filtered(&self.filters(), logits, self.temperature, uniform)
     }
 }
 

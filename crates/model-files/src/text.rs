@@ -69,6 +69,8 @@ pub struct Text {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     eos_token_ids: Vec<u32>,
+    /// The special tokens (`bos_token`, `eos_token` …) and their texts.
+    special_tokens: Vec<(String, String)>,
 }
 
 impl Text {
@@ -88,10 +90,10 @@ impl Text {
         tokenizer.with_truncation(None).map_err(|e| TextError::Tokenizer(e.to_string()))?;
         let info = TokenizerInfo::read(dir)?;
         let template = match info.chat_template {
-            Some(source) => Some(ChatTemplate::new(source, info.special_tokens)?),
+            Some(source) => Some(ChatTemplate::new(source, info.special_tokens.clone())?),
             None => None,
         };
-        Ok(Text { tokenizer, template, eos_token_ids: Vec::new() })
+        Ok(Text { tokenizer, template, eos_token_ids: Vec::new(), special_tokens: info.special_tokens })
     }
 
     /// Encodes a text to token ids. `add_special_tokens` adds the special tokens that the tokenizer puts around a
@@ -196,9 +198,46 @@ impl Text {
         &self.eos_token_ids
     }
 
+    /// Returns the text of a special token by its name in tokenizer_config.json, such as `eos_token`.
+    pub fn special_token(&self, name: &str) -> Option<&str> {
+        self.special_tokens.iter().find(|(other, _)| other == name).map(|(_, text)| text.as_str())
+    }
+
+    /// Returns the bytes of a token, which may be a part of a character. Unknown ids have none.
+    pub fn token_bytes(&self, id: u32) -> Vec<u8> {
+        let text = self.tokenizer.decode(&[id], false).unwrap_or_default();
+        let Some(piece) = self.tokenizer.id_to_token(id) else { return text.into_bytes() };
+        // SentencePiece marks a space before a word, which a decoder drops at the beginning of a text.
+        if piece.starts_with(SPACE_MARK) && !text.starts_with(' ') {
+            return piece.replace(SPACE_MARK, " ").into_bytes();
+        }
+        if !text.contains(char::REPLACEMENT_CHARACTER) {
+            return text.into_bytes();
+        }
+        let byte = piece.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+        if let Some(byte) = byte.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
+            return vec![byte];
+        }
+        piece.chars().map(byte_of_char).collect::<Option<Vec<u8>>>().unwrap_or_else(|| text.into_bytes())
+    }
+
     /// Returns the id of the token with exactly this text.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.tokenizer.token_to_id(token)
+    }
+}
+
+/// The character for a space in pieces of SentencePiece.
+const SPACE_MARK: char = '\u{2581}';
+
+/// The byte that a character of a byte-level vocabulary stands for (`bytes_to_unicode` of GPT-2): printable bytes stand for
+/// themselves, the others follow from U+0100 on.
+fn byte_of_char(c: char) -> Option<u8> {
+    let is_printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    let code = u32::from(c);
+    match u8::try_from(code) {
+        Ok(byte) => is_printable(byte).then_some(byte),
+        Err(_) => (0..=u8::MAX).filter(|byte| !is_printable(*byte)).nth(code.checked_sub(0x100)? as usize),
     }
 }
 

@@ -204,6 +204,19 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("POST", "/models", Needs(Submit)),
         ("GET", "/models/{id}", Needs(Read)),
         ("DELETE", "/models/{id}", Needs(Submit)),
+        ("GET", "/v1/models", Needs(Read)),
+        ("GET", "/v1/models/{id}", Needs(Read)),
+        ("GET", "/v1/models/{org}/{name}", Needs(Read)),
+        ("POST", "/v1/chat/completions", Needs(Submit)),
+        ("POST", "/v1/completions", Needs(Submit)),
+        ("POST", "/tokenize", Needs(Read)),
+        ("POST", "/detokenize", Needs(Read)),
+        ("GET", "/tokenizer_info", Needs(Read)),
+        ("POST", "/serve/{model}/v1/chat/completions", Needs(Submit)),
+        ("POST", "/serve/{model}/v1/completions", Needs(Submit)),
+        ("POST", "/serve/{model}/tokenize", Needs(Read)),
+        ("POST", "/serve/{model}/detokenize", Needs(Read)),
+        ("GET", "/serve/{model}/tokenizer_info", Needs(Read)),
         ("POST", "/rewards/test", Needs(Submit)),
         ("GET", "/keys", Needs(Admin)),
         ("POST", "/keys", Needs(Admin)),
@@ -223,7 +236,19 @@ const ROUTES: &[(&str, &str, Access)] = {
 };
 
 /// POST routes that change nothing. They are not recorded in the audit log.
-const QUESTIONS: &[&str] = &["/jobs/validate", "/jobs/{id}/generate", "/rewards/test"];
+const QUESTIONS: &[&str] = &[
+    "/jobs/validate",
+    "/jobs/{id}/generate",
+    "/rewards/test",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/tokenize",
+    "/detokenize",
+    "/serve/{model}/v1/chat/completions",
+    "/serve/{model}/v1/completions",
+    "/serve/{model}/tokenize",
+    "/serve/{model}/detokenize",
+];
 
 /// Returns the access that a route (a path pattern of the OpenAPI document) requires; `None` = not listed. HEAD counts as GET.
 pub fn of_route(method: &str, route: &str) -> Option<Access> {

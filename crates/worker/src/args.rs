@@ -89,3 +89,27 @@ pub struct OneShotArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
 }
+
+/// Flags of the processes that keep models loaded, `rlood serving`.
+#[derive(Debug, Clone, Args)]
+pub struct ServingArgs {
+    /// Device to compute on: cpu or cuda:N.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: Device,
+
+    /// Number of compute threads. Default: the number of CPU cores.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+
+    /// Amount by which the process lowers its priority, 0 to 19, as the command `nice` does.
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(i32).range(0..=19))]
+    pub nice: i32,
+
+    /// Maximum memory of models, keys and values: bytes, or a number with a unit (512M, 200GB). Default: unknown.
+    #[arg(long, value_parser = parse_size, value_name = "SIZE")]
+    pub memory_limit: Option<u64>,
+
+    /// Maximum number of answers that are generated at once.
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    pub max_rows: usize,
+}

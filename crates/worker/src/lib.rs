@@ -1,6 +1,6 @@
 //! Processes that compute for a server: the worker, which runs jobs on one device, and one-shot child processes that answer one
-//! request each ([`preflight`], [`generate`], [`judge`], [`exporter`]). The worker communicates with the server
-//! only through the worker protocol.
+//! request each ([`preflight`], [`generate`], [`judge`], [`exporter`]), and processes that keep models loaded ([`serving`]). The
+//! worker communicates with the server only through the worker protocol.
 
 pub mod args;
 pub mod device;
@@ -12,6 +12,7 @@ pub mod model_cache;
 pub mod one_shot;
 pub mod preflight;
 pub mod reward_model;
+pub mod serving;
 pub mod size;
 pub mod worker;
 

@@ -15,7 +15,7 @@ use crate::exit::end_process;
 pub use rlood_types::one_shot::OneShotError;
 
 /// Exit code when the server is gone or no longer waits for an answer.
-const EXIT_ORPHAN: i32 = 3;
+pub(crate) const EXIT_ORPHAN: i32 = 3;
 
 /// Reads the task from the first line of standard input. From then on the process exits as soon as standard input closes.
 ///
@@ -44,14 +44,18 @@ pub(crate) fn error_text(error: &EngineError) -> String {
     }
 }
 
-fn failed<E: Display>(what: &'static str) -> impl FnOnce(E) -> OneShotError {
+pub(crate) fn failed<E: Display>(what: &'static str) -> impl FnOnce(E) -> OneShotError {
     move |error| OneShotError::Failed(format!("{what}: {error}"))
 }
 
-fn first_line() -> Result<String, OneShotError> {
-    // Makes this process the first one that the kernel kills when memory runs out, before the server and workers with a job. Only
-    // Linux has the file `oom_score_adj`.
+/// Makes this process the first one that the kernel kills when memory runs out, before the server and workers with a job. Only
+/// Linux has the file `oom_score_adj`.
+pub(crate) fn be_killed_first() {
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+}
+
+fn first_line() -> Result<String, OneShotError> {
+    be_killed_first();
     read_line().map_err(failed("cannot read the task from standard input"))
 }
 

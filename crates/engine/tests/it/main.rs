@@ -26,6 +26,7 @@ mod precision;
 mod resume;
 mod reward_model;
 mod reward_values;
+mod serving;
 mod sources;
 mod train;
 mod variants;

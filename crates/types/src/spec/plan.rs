@@ -349,7 +349,7 @@ pub enum OptimizerKind {
 }
 
 /// Precision of the matrix products.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ComputeDtype {
     /// All computations use 32-bit floats.
@@ -360,7 +360,7 @@ pub enum ComputeDtype {
 }
 
 /// The 4-bit formats of bitsandbytes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum QuantType {
     /// 4-bit NormalFloat, whose values suit normally distributed weights.
@@ -379,7 +379,7 @@ fn is_nf4(quant_type: &QuantType) -> bool {
 }
 
 /// How linear layers are quantized when the model is loaded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct FourBitPlan {
     /// The 4-bit format.
     pub quant_type: QuantType,
