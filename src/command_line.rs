@@ -9,7 +9,7 @@ use std::process::{Command, ExitCode};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 use futures::future::LocalBoxFuture;
-use rlood_worker::{generate, preflight, serving};
+use rlood_worker::{preflight, serving};
 
 use crate::commands::{backup, bench, convert, gc, keys, reward_check, reward_serve};
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
@@ -56,9 +56,6 @@ pub fn run() -> ExitCode {
         Role::Demo(args) => on_runtime(format, None, demo::run(args)),
         Role::Worker(args) => computing(format, args.threads, || on_runtime(format, Some(2), worker::run(args))),
         Role::Preflight(args) => computing(format, args.threads, || on_runtime(format, Some(2), preflight::run(args))),
-        Role::Generate(args) => computing(format, args.threads, || {
-            generate::run(&args).unwrap_or_else(|error| exit_failure(format, &error))
-        }),
         Role::ExportCheckpoint(args) => computing(format, args.threads, || {
             exporter::run(&args).unwrap_or_else(|error| exit_failure(format, &error))
         }),
@@ -180,7 +177,7 @@ fn by_crate(filter: &str) -> String {
             "reward" => format!("rlood_rewards{rest}"),
             "engine" => format!("rlood_engine{rest}"),
             "worker" => format!("rlood_worker::{path}"),
-            "generator" => format!("rlood_worker::generate{rest}"),
+            "generator" => format!("rlood_worker::serving{rest}"),
             "prober" => format!("rlood_worker::preflight{rest}"),
             "errand" => format!("rlood_worker::one_shot{rest}"),
             _ => directive.to_owned(),
@@ -251,7 +248,7 @@ mod tests {
             ("info,rlood::store=debug", "info,rlood_store=debug"),
             ("rlood::store::claims=trace,warn", "rlood_store::claims=trace,warn"),
             ("rlood::worker[job]=debug", "rlood_worker::worker[job]=debug"),
-            ("rlood::generator=debug", "rlood_worker::generate=debug"),
+            ("rlood::generator=debug", "rlood_worker::serving=debug"),
             ("rlood::prober=debug", "rlood_worker::preflight=debug"),
             ("rlood::reward_server=debug,rlood::reward", "rlood::reward_server=debug,rlood_rewards"),
         ];

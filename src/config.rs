@@ -103,9 +103,6 @@ pub enum Command {
     /// Started by the server: run a preflight of the job on standard input, write a report to standard output.
     #[command(name = "probe", hide = true)]
     Preflight(OneShotArgs),
-    /// Started by the server: complete the prompt on standard input, write a report to standard output.
-    #[command(name = "generator", hide = true)]
-    Generate(OneShotArgs),
     /// Started by the server: compare the models of the task on standard input, write result lines to standard output.
     #[command(hide = true)]
     Judge(OneShotArgs),

@@ -91,7 +91,7 @@ use crate::downloads::Downloads;
 use crate::files::DataDir;
 use crate::listen::{self, Connection};
 use crate::store::Store;
-use crate::supervisor::one_shot::{Generations, Preflights};
+use crate::supervisor::one_shot::Preflights;
 use crate::supervisor::serving::Serving;
 use error::{Code, IsProblem, Problem, REQUEST_ID, shortened};
 
@@ -115,8 +115,6 @@ pub struct AppState {
     pub requests: Arc<system::RequestCounts>,
     /// Runs preflights. None if this server starts no processes.
     pub preflights: Option<Preflights>,
-    /// Runs generation and comparison requests. None if this server starts no processes.
-    pub generations: Option<Generations>,
     /// Serves models over `/v1`. None if this server starts no processes.
     pub serving: Option<Serving>,
     /// Tokenizers of the served models.
@@ -165,7 +163,6 @@ impl AppState {
             started: Instant::now(),
             requests: Arc::default(),
             preflights: None,
-            generations: None,
             serving: None,
             texts: v1::Texts::default(),
             heavy: heavy::Slots::new(slots),

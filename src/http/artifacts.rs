@@ -243,6 +243,7 @@ enum Which {
             ("ETag" = String, description = "An ETag that is computed from the names and SHA-256 of the archive's files, in quotes"),
             ("Repr-Digest" = String, description = "The digest of the whole archive (RFC 9530); only for archives of up to 64 MiB"),
             ("Accept-Ranges" = String, description = "bytes"),
+            ("X-Rlood-Checkpoint" = String, description = "Id of the checkpoint that the adapter belongs to"),
         )),
         (status = 206, description = "The requested range of bytes", body = Vec<u8>, content_type = "application/x-tar"),
         (status = 304, description = "Not modified: the client's copy is current"),
@@ -278,7 +279,9 @@ async fn get_adapter(
         return Err(Problem::new(Code::NoAdapter, detail));
     }
     let files: Result<Vec<Download>, Problem> = ADAPTER_FILES.iter().map(|name| file_of(&state, &row, name)).collect();
-    send_tar(&method, &headers, &format!("{id}-step{}-adapter.tar", row.step), &files?).await
+    let mut response = send_tar(&method, &headers, &format!("{id}-step{}-adapter.tar", row.step), &files?).await?;
+    super::v1::name_checkpoint(&mut response, row.id);
+    Ok(response)
 }
 
 /// The problem for a job without any checkpoint: an unfinished job will have one, a finished job never will.

@@ -1,7 +1,7 @@
 //! `POST /jobs/{id}/generate`: completes a prompt with the base model and with a checkpoint of the job. The models run
 //! in a separate process.
 
-use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::extract::State;
@@ -18,17 +18,20 @@ use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path};
 use super::jobs::invalid;
 use super::models::is_as_registered;
-use crate::generate::{GenerateReport, GenerateTask, GeneratedText, Generation, RenderedPrompt};
+use super::v1::{self, Chosen, Collected, Facts, Whole};
+use crate::engine::host::PromptRow;
+use crate::engine::prompts::tokenize_row;
+use crate::error_text::with_causes;
+use crate::event::FinishReason;
+use crate::generate::{GeneratedText, RenderedPrompt};
 use crate::id::{CheckpointId, JobId};
 use crate::modelcard;
-use crate::one_shot::OneShotError;
+use crate::serving::{ServedFinish, ServedRequest};
 use crate::spec::{CheckpointChoice, FieldError, GenerateDocument, GenerateSpec, Plan, SamplingPlan};
 use crate::store::{CheckpointRow, JobRow, ModelRow, StoreError};
 
 /// Time limit for both models together, including loading.
 const LIMIT: Duration = Duration::from_secs(120);
-/// `Retry-After` if another request is running, in seconds.
-const RETRY_S: u64 = 5;
 
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(generate))
@@ -84,7 +87,7 @@ struct GenerationView {
         (status = 404, description = "There is no such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer", body = ProblemBody),
         (status = 410, description = "The checkpoint was removed in the meantime", body = ProblemBody),
         (status = 422, description = "The request is not valid, or the model's files cannot be used", body = ProblemBody),
-        (status = 429, description = "Another request to generate completions is running; see `Retry-After`", body = ProblemBody),
+        (status = 429, description = "All places of served models are taken; see `Retry-After`", body = ProblemBody),
         (status = 503, description = "The process that ran the models ended unexpectedly", body = ProblemBody),
         (status = 504, description = "The completions took longer than two minutes, the time limit", body = ProblemBody)))]
 async fn generate(
@@ -100,28 +103,21 @@ async fn generate(
     let GenerateSpec { prompt, checkpoint, num_generations, seed, sampling } = spec;
     let row = find(&state, &job, checkpoint).await?;
     let model = find_model(&state, &caller, &plan).await?;
-    let Some(generations) = &state.generations else {
-        let detail = "this server starts no processes of its own, so it cannot generate completions: download the adapter instead";
-        return Err(Problem::new(Code::NotImplemented, detail));
-    };
     plan.sampling = sampling;
-    plan.rloo.num_generations = NonZeroU32::new(num_generations).unwrap_or(plan.rloo.num_generations);
-    let task = GenerateTask {
-        plan: plan.clone(),
-        model_dir: model.source.into(),
-        checkpoint_dir: state.files.checkpoint_dir(row.job, row.step, row.attempt),
-        prompt,
-        num_generations,
-        seed,
-        memory_limit_bytes: state.config.memory_per_worker(),
-        limit_ms: LIMIT.as_secs() * 1000,
+    let facts = state.texts.of(model.clone(), plan.model.sha256.clone()).await?;
+    let (prompt, ids) = tokenized(&facts, &plan, prompt).await?;
+    let request = request(&plan, ids, num_generations, seed);
+    let of_base = Chosen::of_plan(&state, &plan, model.clone(), None, facts.clone());
+    let of_checkpoint = Chosen::of_plan(&state, &plan, model, Some(row.clone()), facts);
+    let both = async {
+        let base = v1::collect(v1::start(&state, &caller, &of_base, request.clone())?, &request);
+        let trained = v1::collect(v1::start(&state, &caller, &of_checkpoint, request.clone())?, &request);
+        tokio::try_join!(base, trained)
     };
-    let report = generations.run(&task, LIMIT).await.map_err(|error| without_report(&error))?;
-    let Generation { prompt, base, trained } = match report {
-        GenerateReport::Generated(generation) => generation,
-        GenerateReport::Refused(error) => return Err(invalid(Code::InvalidBody, vec![error])),
-        GenerateReport::TimedOut => return Err(too_slow()),
-        GenerateReport::Unusable(why) => return Err(unusable(&state, &row, &plan, &why).await),
+    let (base, trained) = match tokio::time::timeout(LIMIT, both).await {
+        Err(_) => return Err(too_slow()),
+        Ok(Ok(both)) => both,
+        Ok(Err(problem)) => return Err(refused(&state, &row, &plan, problem).await),
     };
     Ok(Json(GenerationView {
         job_id: id,
@@ -132,8 +128,8 @@ async fn generate(
         sampling: plan.sampling,
         seed,
         prompt,
-        base,
-        trained,
+        base: texts(base),
+        trained: texts(trained),
         seconds: (begun.elapsed().as_secs_f64() * 1e3).round() / 1e3,
     }))
 }
@@ -212,25 +208,86 @@ pub(super) async fn unchanged(row: ModelRow, sha256: String) -> Result<ModelRow,
     tokio::task::spawn_blocking(check).await.map_err(Problem::internal)?.map_err(refused)
 }
 
-fn without_report(error: &OneShotError) -> Problem {
-    match error {
-        OneShotError::Busy => {
-            let detail = "another request to generate completions is running; try again when it has finished";
-            Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_S)
+/// Tokenizes the prompt, and checks that prompt and completions fit into the model's context.
+async fn tokenized(facts: &Arc<Facts>, plan: &Plan, prompt: Value) -> Result<(RenderedPrompt, Vec<u32>), Problem> {
+    let (facts, sampling) = (facts.clone(), plan.sampling.clone());
+    let refused = |code: &str, detail: String| {
+        invalid(Code::InvalidBody, vec![FieldError::new("/prompt", code, detail)])
+    };
+    let encode = move || {
+        let row = PromptRow { prompt, columns: serde_json::Map::new() };
+        let prompt = tokenize_row(&facts.text, row, &sampling).map_err(|error| with_causes(&error))?;
+        Ok::<_, String>((prompt, facts.card.max_position_embeddings as u64))
+    };
+    let encoded = tokio::task::spawn_blocking(encode).await.map_err(Problem::internal)?;
+    let (prompt, positions) = encoded.map_err(|why| {
+        refused("prompt_not_encodable", format!("the prompt cannot be used: {why}"))
+    })?;
+    let num_tokens = prompt.ids.len() as u64;
+    let completion = u64::from(plan.sampling.max_completion_length);
+    if num_tokens == 0 {
+        return Err(refused("empty_prompt", "the prompt has no tokens; write some text".to_owned()));
+    }
+    if num_tokens + completion > positions {
+        let room = positions.saturating_sub(completion);
+        let detail = format!(
+            "the prompt has {num_tokens} tokens, but the maximum is {room} (max_position_embeddings {positions} − max_completion_length {completion}): shorten the prompt, or lower sampling.max_completion_length"
+        );
+        return Err(refused("prompt_too_long", detail));
+    }
+    Ok((RenderedPrompt { num_tokens, text: prompt.text }, prompt.ids))
+}
+
+/// The request of both models, with the job's settings.
+fn request(plan: &Plan, ids: Vec<u32>, num_generations: u32, seed: u64) -> ServedRequest {
+    let sampling = &plan.sampling;
+    ServedRequest {
+        ids,
+        num_choices: num_generations,
+        max_tokens: u32::try_from(sampling.max_completion_length).unwrap_or(u32::MAX),
+        to_context_end: false,
+        temperature: sampling.temperature,
+        top_p: sampling.top_p,
+        top_k: sampling.top_k,
+        min_p: sampling.min_p,
+        repetition_penalty: sampling.repetition_penalty,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        logit_bias: Vec::new(),
+        seed,
+        stop: sampling.stop.clone(),
+        keeps_stop: true,
+        ignores_eos: false,
+        shows_special: false,
+        logprobs: None,
+        echo: false,
+        stream: false,
+    }
+}
+
+fn texts(collected: Collected) -> Vec<GeneratedText> {
+    let shown = |whole: Whole| GeneratedText {
+        completion: whole.text,
+        num_tokens: whole.ids.len() as u64,
+        finish_reason: match whole.finish {
+            Some(ServedFinish::Eos(_) | ServedFinish::Stop(_)) => FinishReason::Stop,
+            Some(ServedFinish::Length) | None => FinishReason::Length,
+        },
+    };
+    collected.answers.into_iter().map(shown).collect()
+}
+
+/// The problem for a request that the serving process refused: with the names of the job's settings, and with the reason if the
+/// checkpoint was removed meanwhile.
+async fn refused(state: &AppState, row: &CheckpointRow, plan: &Plan, problem: Problem) -> Problem {
+    match problem.code() {
+        Code::InvalidModel => unusable(state, row, plan, problem.detail()).await,
+        Code::InvalidBody => {
+            let detail = problem.detail().to_owned();
+            let error = FieldError::new("/sampling/max_completion_length", "not_enough_memory", detail);
+            invalid(Code::InvalidBody, vec![error])
         }
-        OneShotError::Stopping => {
-            let detail = "the server is shutting down; try again after the restart";
-            Problem::new(Code::NotReady, detail).retry_after(RETRY_S)
-        }
-        OneShotError::TimedOut(_) => too_slow(),
-        OneShotError::Killed(_) => {
-            let detail = "the process that ran the models was killed, most likely because it ran out of memory; lower sampling.max_completion_length or num_generations, or try again when no job runs";
-            Problem::new(Code::GenerationFailed, detail).retry_after(RETRY_S)
-        }
-        OneShotError::Ended(cause) | OneShotError::Failed(cause) => {
-            let detail = "the process that ran the models ended without an answer; try again, and see the server's log";
-            Problem::new(Code::GenerationFailed, detail).retry_after(RETRY_S).because(cause)
-        }
+        _ => problem,
     }
 }
 

@@ -152,6 +152,7 @@ async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl I
         line(&mut text, "rlood_disk_free_bytes", free);
     }
     super::reward_health::write_metrics(&state, &caller, &mut text).await?;
+    super::v1::write_metrics(&state, &mut text);
     state.requests.write(&mut text);
     super::measures::write(&state, &mut text).await?;
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))

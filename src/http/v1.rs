@@ -8,6 +8,7 @@ mod chat;
 mod completions;
 mod error;
 mod fields;
+mod measures;
 mod models;
 mod names;
 mod tokenizer;
@@ -27,7 +28,9 @@ use crate::modelcard::ModelCard;
 use crate::modelcard::text::Text;
 use crate::store::ModelRow;
 
+pub(super) use answer::{Collected, Whole, collect, name_checkpoint, start};
 pub(super) use error::{is_openai, translated};
+pub(super) use measures::write as write_metrics;
 pub use names::Chosen;
 
 pub fn routes() -> OpenApiRouter<AppState> {

@@ -17,7 +17,6 @@ use tokio_util::sync::CancellationToken;
 use super::{Children, Tail, pass_on};
 use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY};
 use crate::export::{ExportLine, ExportTask};
-use crate::generate::{GenerateReport, GenerateTask};
 use crate::one_shot::{ChildLine, OneShotError};
 use crate::preflight::{PreflightReport, PreflightTask};
 use crate::verdict::{JudgeReport, JudgeTask, VerdictRow};
@@ -28,7 +27,6 @@ const MAX_REPORT_BYTES: u64 = 16 * 1024 * 1024;
 const MAX_CHILDREN: usize = 1;
 /// Extra time after the limit in which a child process may write its report.
 const PREFLIGHT_GRACE: Duration = Duration::from_secs(15);
-const GENERATE_GRACE: Duration = Duration::from_secs(5);
 /// Time limit for child processes that report progress; it is long, because users can cancel them.
 const LONG_WORK: Duration = Duration::from_secs(7 * 24 * 3600);
 
@@ -40,8 +38,6 @@ pub struct OneShot<Task: ?Sized, Report> {
 
 /// Runs preflights: `rlood probe`.
 pub type Preflights = OneShot<PreflightTask, PreflightReport>;
-/// Generates completions with the base model and a checkpoint: `rlood generator`.
-pub type Generations = OneShot<GenerateTask, GenerateReport>;
 
 /// Compares checkpoints with their base models: `rlood judge`.
 pub type Verdicts = OneShot<JudgeTask, ChildLine<VerdictRow, JudgeReport>>;
@@ -62,13 +58,6 @@ impl Preflights {
         // This token is never cancelled: a preflight that runs when the server stops may complete, like a request.
         let stop = CancellationToken::new();
         Self::of(Arc::new(Kind::new(children, "probe", device, PREFLIGHT_GRACE, stop)))
-    }
-}
-
-impl Generations {
-    /// Runs on the CPU, with the threads of one worker; `stop` kills the children.
-    pub fn new(children: &Children, stop: CancellationToken) -> Self {
-        Self::of(Arc::new(Kind::new(children, "generator", Device::Cpu, GENERATE_GRACE, stop)))
     }
 }
 

@@ -2,6 +2,7 @@
 //! for a while, started again after a crash. The child's side is `rlood_worker::serving`.
 
 use std::collections::HashMap;
+use std::os::unix::process::ExitStatusExt;
 use std::process::Stdio;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -316,23 +317,27 @@ async fn attend(
         () = write_lines(&running, stdin, to_write, inner.settings.idle) => None,
         () = read_lines(&running, stdout) => Some(child.wait().await),
     };
-    let why = match ended {
+    let error = match ended {
         None => {
-            // The process ends when its standard input closes; it holds nothing that must be saved.
+            // The process holds nothing that must be saved.
             drop(child.kill().await);
-            "the serving process was stopped".to_owned()
+            ServingError::Stopping
         }
         Some(status) => {
             if let Some(errors) = errors {
                 let _ = tokio::time::timeout(Duration::from_secs(1), errors).await;
             }
+            let signal = status.as_ref().ok().and_then(ExitStatusExt::signal);
             let status = status.map_or_else(|error| error.to_string(), |status| status.to_string());
             tracing::error!(%device, status, tail = tail.text(), "a serving process ended unexpectedly");
-            format!("the serving process ended ({status})")
+            match signal {
+                Some(libc::SIGKILL | libc::SIGABRT) => ServingError::Killed(status),
+                _ => ServingError::Failed(format!("the serving process ended ({status})")),
+            }
         }
     };
     for (_, sender) in locked(&running.requests).drain() {
-        drop(sender.send(Err(ServingError::Failed(why.clone()))));
+        drop(sender.send(Err(error.clone())));
     }
 }
 

@@ -77,6 +77,7 @@ mod reward_values;
 mod scale;
 mod secrets;
 mod server;
+mod serving;
 #[path = "../../crates/rewards/tests/it/service.rs"]
 #[expect(dead_code, reason = "the tests of the rewards use the rest")]
 mod service;

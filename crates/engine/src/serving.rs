@@ -134,6 +134,11 @@ impl Batcher {
         &self.policy
     }
 
+    /// Maximum number of tokens of a prompt and its answer, whose keys and values fit into the memory.
+    pub fn most_tokens(&self) -> usize {
+        self.limits.cache_bytes / self.bytes_of(1).max(1)
+    }
+
     /// Removes an adapter. None of its answers may be running.
     pub fn stop_serving(&mut self, slot: u32) {
         for batch in &mut self.batches {

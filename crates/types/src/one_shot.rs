@@ -1,4 +1,4 @@
-//! One-shot child processes, such as `rlood probe` and `rlood generator`. Each answers one request: it reads a task from standard
+//! One-shot child processes, such as `rlood probe` and `rlood judge`. Each answers one request: it reads a task from standard
 //! input and writes one report to standard output. The server's side is `supervisor::one_shot`, the child's is `worker::one_shot`.
 
 use std::time::Duration;

@@ -75,6 +75,9 @@ pub struct ServedRequest {
     pub num_choices: u32,
     /// Maximum number of tokens of an answer, its end-of-sequence token included; 0 is allowed with `echo`.
     pub max_tokens: u32,
+    /// Whether `max_tokens` is the end of the model's context, because the client set no limit. The memory may limit it further.
+    #[serde(default)]
+    pub to_context_end: bool,
     /// Divisor of the logits; 0 = greedy.
     pub temperature: f64,
     /// Keep the most probable tokens whose total probability reaches this value; 1 = off.
@@ -190,6 +193,10 @@ pub enum ServingError {
     OutOfMemory(String),
     /// The process failed, for this reason.
     Failed(String),
+    /// The process was killed, most likely because it ran out of memory; the text is its exit status. Said by the server.
+    Killed(String),
+    /// The server is shutting down. Said by the server.
+    Stopping,
 }
 
 /// What a serving process holds and does.

@@ -1,4 +1,4 @@
-//! Command-line flags of the processes that compute: `rlood worker`, `rlood probe` and `rlood generator`.
+//! Command-line flags of the processes that compute: `rlood worker`, `rlood probe` and `rlood judge`.
 
 use std::path::{Path, PathBuf};
 
@@ -78,7 +78,7 @@ pub fn default_cache_dir(scratch_dir: Option<&Path>) -> PathBuf {
     }
 }
 
-/// Flags of the child processes that answer one request each, such as `rlood probe` and `rlood generator`.
+/// Flags of the child processes that answer one request each, such as `rlood probe` and `rlood judge`.
 #[derive(Debug, Clone, Args)]
 pub struct OneShotArgs {
     /// Device to compute on: cpu or cuda:N.

@@ -1,12 +1,11 @@
 //! Processes that compute for a server: the worker, which runs jobs on one device, and one-shot child processes that answer one
-//! request each ([`preflight`], [`generate`], [`judge`], [`exporter`]), and processes that keep models loaded ([`serving`]). The
+//! request each ([`preflight`], [`judge`], [`exporter`]), and processes that keep models loaded ([`serving`]). The
 //! worker communicates with the server only through the worker protocol.
 
 pub mod args;
 pub mod device;
 mod exit;
 pub mod exporter;
-pub mod generate;
 pub mod judge;
 pub mod model_cache;
 pub mod one_shot;

@@ -7,11 +7,12 @@ use super::names::Chosen;
 use crate::http::AppState;
 use crate::http::auth::Caller;
 use crate::http::error::{Code, Problem};
+use crate::id::CheckpointId;
 use crate::serving::{ServedFinish, ServedPiece, ServedRequest, ServingError, TokenLogprobs};
 use crate::supervisor::serving::{Answers, Serving, StartError};
 
 /// Names the checkpoint that answered.
-pub(super) const X_RLOOD_CHECKPOINT: HeaderName = HeaderName::from_static("x-rlood-checkpoint");
+const X_RLOOD_CHECKPOINT: HeaderName = HeaderName::from_static("x-rlood-checkpoint");
 /// `Retry-After` of a request for which there is no room, in seconds.
 const RETRY_S: u64 = 1;
 
@@ -45,14 +46,16 @@ pub(in super::super) fn start(
 ) -> Result<Answers, Problem> {
     serving(state)?.start(caller.owner(), chosen.served.clone(), request).map_err(|error| match error {
         StartError::Full(detail) => Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_S),
-        StartError::Stopping => {
-            Problem::new(Code::NotReady, "the server is shutting down; try again after the restart").retry_after(5)
-        }
+        StartError::Stopping => stopping(),
         StartError::Failed(cause) => {
             let detail = "the process that serves models could not be started; see the server's log";
             Problem::new(Code::GenerationFailed, detail).retry_after(5).because(cause)
         }
     })
+}
+
+fn stopping() -> Problem {
+    Problem::new(Code::NotReady, "the server is shutting down; try again after the restart").retry_after(5)
 }
 
 fn serving(state: &AppState) -> Result<&Serving, Problem> {
@@ -76,6 +79,11 @@ pub(in super::super) fn problem(error: ServingError) -> Problem {
             let detail = "the process that generates ended or failed; try again, and see the server's log";
             Problem::new(Code::GenerationFailed, detail).retry_after(5).because(cause)
         }
+        ServingError::Killed(cause) => {
+            let detail = "the process that generates was killed, most likely because it ran out of memory; ask for fewer or shorter answers, or try again when no job runs";
+            Problem::new(Code::GenerationFailed, detail).retry_after(5).because(cause)
+        }
+        ServingError::Stopping => stopping(),
     }
 }
 
@@ -128,10 +136,9 @@ pub(super) fn stop_reason(finish: Option<&ServedFinish>) -> Option<String> {
     }
 }
 
-/// Adds the header that names the checkpoint.
-pub(super) fn name_checkpoint(response: &mut Response, chosen: &Chosen) {
-    let id = chosen.checkpoint.as_ref().and_then(|row| HeaderValue::from_str(&row.id.to_string()).ok());
-    if let Some(id) = id {
+/// Adds the header that names the checkpoint of an answer.
+pub(in super::super) fn name_checkpoint(response: &mut Response, id: CheckpointId) {
+    if let Ok(id) = HeaderValue::from_str(&id.to_string()) {
         response.headers_mut().insert(X_RLOOD_CHECKPOINT, id);
     }
 }

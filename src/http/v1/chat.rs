@@ -84,6 +84,7 @@ async fn answer_chat(state: AppState, caller: Caller, body: Map<String, Value>) 
     if wanted == Some(0) {
         return Err(invalid(name, "out_of_range", format!("{name} is 0: must be at least 1")));
     }
+    request.to_context_end = wanted.is_none();
     request.max_tokens = fit(&request.ids, (name, wanted), u64::MAX, &chosen.facts)?;
     let answers = start(&state, &caller, &chosen, request.clone())?;
     let chat = Chat {
@@ -112,7 +113,9 @@ async fn respond(chat: Chat, answers: Answers) -> Result<Response, Problem> {
 
 /// Adds the headers of an answer.
 pub(super) fn finish<T>(response: &mut Response, fields: &Fields<T>, chosen: &Chosen) {
-    name_checkpoint(response, chosen);
+    if let Some(row) = &chosen.checkpoint {
+        name_checkpoint(response, row.id);
+    }
     fields.mark(response);
 }
 

@@ -205,6 +205,7 @@ pub(super) fn request(sampling: &SamplingFields, facts: &Facts) -> Result<Served
         ids: Vec::new(),
         num_choices,
         max_tokens: 0,
+        to_context_end: false,
         temperature: bounded("temperature", sampling.temperature, 1.0, 0.0, 2.0)?,
         // With 0, only the most probable token is left.
         top_p: top_p.max(f64::MIN_POSITIVE),

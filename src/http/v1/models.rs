@@ -90,7 +90,11 @@ pub(super) async fn list_served_models(
     let filter = JobFilter { owner: caller.sees().map(str::to_owned), ..JobFilter::default() };
     let jobs: Vec<JobRow> = state.store.job_list(&filter, None, MOST).await?.data;
     for job in jobs {
-        if let Some(checkpoint) = state.store.checkpoint_best(job.id).await? {
+        let result = match &job.ending {
+            None => state.store.checkpoint_best(job.id).await?,
+            ending => state.store.checkpoint_result(job.id, ending.as_ref()).await?,
+        };
+        if let Some(checkpoint) = result {
             data.push(of_checkpoint(job.id.to_string(), plain_id(&job.model), &checkpoint, None));
         }
     }

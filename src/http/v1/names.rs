@@ -9,7 +9,7 @@ use crate::http::auth::{Caller, models::find};
 use crate::http::error::{Code, Problem, shortened};
 use crate::id::{CheckpointId, JobId};
 use crate::serving::{ServedBase, ServedModel, ServedWeights};
-use crate::spec::CheckpointChoice;
+use crate::spec::{CheckpointChoice, Plan};
 use crate::store::{CheckpointRow, ModelRow, StoreError};
 
 /// The model that a name means for a caller.
@@ -44,10 +44,10 @@ pub(super) async fn resolve(state: &AppState, caller: &Caller, name: &str) -> Re
     let (job, which) = name.split_once('@').map_or((name, None), |(job, which)| (job, Some(which)));
     if let Ok(id) = job.parse::<JobId>() {
         let choice = match which {
-            // The best checkpoint by the job's metric, else the last one.
-            None | Some("best") => CheckpointChoice::Best,
-            Some("last") => CheckpointChoice::Last,
-            Some(step) => CheckpointChoice::Step(step.parse().map_err(|_| not_found(name))?),
+            None => None,
+            Some("best") => Some(CheckpointChoice::Best),
+            Some("last") => Some(CheckpointChoice::Last),
+            Some(step) => Some(CheckpointChoice::Step(step.parse().map_err(|_| not_found(name))?)),
         };
         return of_job(state, caller, name, id, choice).await;
     }
@@ -57,7 +57,7 @@ pub(super) async fn resolve(state: &AppState, caller: &Caller, name: &str) -> Re
             Err(StoreError::NotFound { .. }) => return Err(not_found(name)),
             Err(error) => return Err(error.into()),
         };
-        return of_job(state, caller, name, row.job, CheckpointChoice::Id(id)).await;
+        return of_job(state, caller, name, row.job, Some(CheckpointChoice::Id(id))).await;
     }
     let base = find(state, caller, name).await?.ok_or_else(|| not_found(name))?;
     if base.state != "ready" {
@@ -80,14 +80,16 @@ async fn of_job(
     caller: &Caller,
     name: &str,
     id: JobId,
-    choice: CheckpointChoice,
+    choice: Option<CheckpointChoice>,
 ) -> Result<Chosen, Problem> {
     let owner = state.store.job_owner(id).await?;
     if !owner.is_some_and(|owner| caller.may_see(&owner)) {
         return Err(not_found(name));
     }
     let job = state.store.job_get(id).await?;
-    let row = match crate::http::generate::find(state, &job, choice).await {
+    // Without a choice: the best checkpoint by the job's metric, else the last one; a job that an alert ended has a result.
+    let of_ending = if job.ending.is_some() { CheckpointChoice::Result } else { CheckpointChoice::Best };
+    let row = match crate::http::generate::find(state, &job, choice.unwrap_or(of_ending)).await {
         Ok(row) => row,
         Err(problem) => {
             let detail = problem.detail().to_owned();
@@ -97,17 +99,30 @@ async fn of_job(
     let plan = job.plan()?;
     let base = crate::http::generate::find_model(state, caller, &plan).await?;
     let facts = state.texts.of(base.clone(), plan.model.sha256.clone()).await?;
-    let weights = ServedWeights {
-        dir: state.files.checkpoint_dir(row.job, row.step, row.attempt),
-        checkpoint: row.id.to_string(),
-        full: plan.lora.is_none(),
-    };
-    let served = ServedBase {
-        dir: PathBuf::from(&base.source),
-        sha256: base.sha256.clone(),
-        dtype: plan.training.dtype,
-        load_in_4bit: plan.training.four_bit(),
-    };
-    let served = ServedModel { base: served, weights: Some(weights) };
-    Ok(Chosen { id: row.id.to_string(), checkpoint: Some(row), base, served, facts })
+    Ok(Chosen::of_plan(state, &plan, base, Some(row), facts))
+}
+
+impl Chosen {
+    /// The base model of a job, or one of its checkpoints, in the precision that the job trained in.
+    pub(in super::super) fn of_plan(
+        state: &AppState,
+        plan: &Plan,
+        base: ModelRow,
+        checkpoint: Option<CheckpointRow>,
+        facts: Arc<Facts>,
+    ) -> Chosen {
+        let weights = checkpoint.as_ref().map(|row| ServedWeights {
+            dir: state.files.checkpoint_dir(row.job, row.step, row.attempt),
+            checkpoint: row.id.to_string(),
+            full: plan.lora.is_none(),
+        });
+        let of_base = ServedBase {
+            dir: PathBuf::from(&base.source),
+            sha256: base.sha256.clone(),
+            dtype: plan.training.dtype,
+            load_in_4bit: plan.training.four_bit(),
+        };
+        let id = checkpoint.as_ref().map_or_else(|| base.id.clone(), |row| row.id.to_string());
+        Chosen { id, checkpoint, base, served: ServedModel { base: of_base, weights }, facts }
+    }
 }

@@ -14,6 +14,7 @@ use rlood_engine::serving::{Batcher, Counts, Limits};
 use rlood_engine::text::Text;
 use rlood_types::serving::{ServedFinish, ServedPiece, ServedRequest, TokenLogprobs};
 use rlood_types::trajectory::Segments;
+use serde_json::Value;
 
 use crate::kinds::kinds;
 
@@ -24,6 +25,7 @@ fn request(ids: &[u32]) -> ServedRequest {
         ids: ids.to_vec(),
         num_choices: 1,
         max_tokens: 16,
+        to_context_end: false,
         temperature: 1.0,
         top_p: 1.0,
         top_k: 0,
@@ -320,4 +322,69 @@ fn answers_that_were_paused_are_the_same() {
     for (key, whole) in &free {
         assert_eq!((&paused[key].text, &paused[key].ids), (&whole.text, &whole.ids));
     }
+}
+
+/// Greedy tokens and log-probs of served answers equal those of transformers and PEFT, on every case that the engine supports.
+#[test]
+fn parity_of_served_answers() {
+    let folder = rlood_test_support::folder_of("RLOOD_PARITY", "parity");
+    let only = std::env::var_os("RLOOD_PARITY_ONLY");
+    let mut checked = 0;
+    for entry in std::fs::read_dir(&folder).unwrap() {
+        let dir = entry.unwrap().path();
+        if only.as_ref().is_some_and(|only| dir.file_name() != Some(only)) || !dir.join("expected.json").exists() {
+            continue;
+        }
+        // A family that is not supported is refused when its config is read; `parity.rs` checks by which name.
+        if rlood_model_files::read(&dir).is_err() {
+            continue;
+        }
+        let expected: Value = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
+        let name = dir.file_name().unwrap().to_string_lossy().into_owned();
+        let mut policy = Policy::load(&dir, BackendKind::Cpu).unwrap();
+        let has_adapter = expected["lora"].is_object() && dir.join("lora").exists();
+        if has_adapter {
+            policy.serve_lora(0, &dir.join("lora")).unwrap();
+        }
+        let mut batcher = Batcher::new(policy, Arc::new(Text::load(&dir).unwrap()), LIMITS);
+        let of = |value: &Value| -> Vec<u32> { serde_json::from_value(value.clone()).unwrap() };
+        let mut requests = Vec::new();
+        let parts = [(None, &expected), (Some(0), &expected["lora"])];
+        let parts = || parts.iter().filter(|(slot, part)| part.is_object() && (slot.is_none() || has_adapter));
+        for (slot, part) in parts() {
+            if part["greedy"].is_object() {
+                let new = of(&part["greedy"]["new_ids"]);
+                let mut greedy = request(&of(&part["greedy"]["prompt_ids"]));
+                (greedy.temperature, greedy.max_tokens, greedy.ignores_eos) = (0.0, new.len() as u32, true);
+                requests.push((0, *slot, greedy));
+            }
+            for check in part["logits_check"].as_array().into_iter().flatten() {
+                let mut echo = request(&of(&check["ids"]));
+                (echo.echo, echo.logprobs, echo.max_tokens, echo.temperature) = (true, Some(1), 1, 0.0);
+                requests.push((0, *slot, echo));
+            }
+        }
+        let answers = run(&mut batcher, &requests);
+        let mut answers = (0..requests.len() as u64).map(|id| &answers[&(id, 0)]);
+        for (slot, part) in parts() {
+            if part["greedy"].is_object() {
+                assert_eq!(answers.next().unwrap().ids, of(&part["greedy"]["new_ids"]), "{name} {slot:?}");
+            }
+            for check in part["logits_check"].as_array().into_iter().flatten() {
+                let echoed = answers.next().unwrap();
+                let argmax = of(&check["argmax"]);
+                assert_eq!(echoed.ids[0], *argmax.last().unwrap(), "{name} {slot:?}");
+                let logps = check["token_logprobs"].as_array().unwrap();
+                let ours = echoed.prompt.as_ref().unwrap()[1..].iter().flatten();
+                for ((ours, expected), argmax) in ours.zip(logps).zip(&argmax) {
+                    let difference = f64::from(ours.logprob) - expected.as_f64().unwrap();
+                    assert!(difference.abs() < 2e-4, "{name} {slot:?}: {difference}");
+                    assert_eq!(ours.top[0].0, *argmax, "{name} {slot:?}");
+                }
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 0, "no case in {}", folder.display());
+    println!("parity of served answers: {checked} sequences");
 }

@@ -62,7 +62,10 @@ struct Model {
     /// The adapters and their slots, the least recently used first.
     adapters: Vec<(ServedWeights, u32)>,
     next_slot: u32,
+    /// Memory of the weights in bytes.
     bytes: u64,
+    /// Memory limit of the process in bytes.
+    memory_bytes: u64,
 }
 
 /// All models of the process.
@@ -130,7 +133,8 @@ impl Models {
                     Some((linear, head)) => (linear + head) as u64,
                     None => estimate(batcher.policy().card(), &held),
                 };
-                self.models.push(Model { held, batcher, adapters: Vec::new(), next_slot: 0, bytes });
+                let memory_bytes = self.memory_bytes;
+                self.models.push(Model { held, batcher, adapters: Vec::new(), next_slot: 0, bytes, memory_bytes });
             }
             Err(error) => {
                 self.pending.retain(|pending| {
@@ -327,12 +331,30 @@ impl Model {
             let detail = format!("token id {token} is not below the model's vocab_size {vocab_size}");
             return Err(ServingError::Refused(FieldError::new("/prompt", "invalid_token", detail)));
         }
+        let mut request = request.clone();
+        let most = self.batcher.most_tokens();
+        if request.ids.len() + request.max_tokens as usize > most {
+            if !request.to_context_end || request.ids.len() >= most {
+                return Err(ServingError::Refused(self.too_long(&request, most)));
+            }
+            Arc::make_mut(&mut request).max_tokens = (most - request.ids.len()) as u32;
+        }
         let slot = match model.weights.as_ref().filter(|weights| !weights.full) {
             None => None,
             Some(weights) => Some(self.slot(weights)?),
         };
-        self.batcher.push(*id, slot, request.clone());
+        self.batcher.push(*id, slot, request);
         Ok(())
+    }
+
+    /// The error for an answer whose keys and values do not fit into the memory.
+    fn too_long(&self, request: &ServedRequest, most: usize) -> FieldError {
+        let detail = format!(
+            "prompt and answer have up to {} tokens, but their keys and values fit into the memory for at most {most} (a quarter of --memory-limit, {} MiB per process): shorten the prompt or the answer",
+            request.ids.len() + request.max_tokens as usize,
+            self.memory_bytes >> 20
+        );
+        FieldError::new("/max_tokens", "not_enough_memory", detail)
     }
 
     /// Returns the slot of an adapter. Drops the least recently used one without requests if there are many.
