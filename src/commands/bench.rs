@@ -10,6 +10,7 @@
 //! | [`training`] | forward and backward passes, log-probs without gradient |
 //! | [`step`] | whole steps of [`crate::engine::train`], with a cheap reward |
 //! | [`requests`] | generation of given lengths, as inference servers are benchmarked |
+//! | [`serving`] | generation over `/v1`, beside the same without HTTP |
 //! | [`mismatch`] | differences between the sampler's log-probs and those of the training forward pass |
 //!
 //! On a GPU the limits are the device's, and the CPU kernels are left out. The weights are random ([`random_model`]); speed does
@@ -24,6 +25,7 @@ pub mod profile;
 pub mod random_model;
 mod report;
 pub mod requests;
+pub mod serving;
 pub mod shape;
 pub mod step;
 mod timing;
@@ -133,6 +135,10 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
         measure(args, BenchPart::Mismatch, &model_dir, &mut report, |report, figures| report.mismatch = Some(figures))?;
         report.print_mismatch();
     }
+    if wanted(BenchPart::Serving) {
+        measure(args, BenchPart::Serving, &model_dir, &mut report, |report, figures| report.serving = Some(figures))?;
+        report.print_serving();
+    }
     if wanted(BenchPart::Busy) {
         measure(args, BenchPart::Busy, &model_dir, &mut report, |report, figures| report.busy = Some(figures))?;
         report.print_busy();
@@ -145,7 +151,7 @@ fn usual(part: BenchPart, device: Device) -> bool {
     match part {
         BenchPart::Limits | BenchPart::Decode | BenchPart::Training | BenchPart::Step => true,
         BenchPart::Kernels => device == Device::Cpu,
-        BenchPart::Requests | BenchPart::Mismatch | BenchPart::Busy => false,
+        BenchPart::Requests | BenchPart::Mismatch | BenchPart::Busy | BenchPart::Serving => false,
     }
 }
 
@@ -263,6 +269,7 @@ fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
         BenchPart::Training => json(&training::measure(&setting)?),
         BenchPart::Step => json(&step::measure(&setting)?),
         BenchPart::Requests => json(&requests::measure(&setting)?),
+        BenchPart::Serving => json(&serving::measure(&setting)?),
         BenchPart::Mismatch => json(&mismatch::measure(&setting)?),
     }
 }

@@ -155,6 +155,8 @@ pub enum BenchPart {
     Mismatch,
     /// Generation next to another busy process, compared with generation alone.
     Busy,
+    /// Generation over /v1 for 16 clients at once, compared with generation without HTTP.
+    Serving,
 }
 
 impl BenchPart {
@@ -169,6 +171,7 @@ impl BenchPart {
             BenchPart::Requests => "requests",
             BenchPart::Mismatch => "mismatch",
             BenchPart::Busy => "busy",
+            BenchPart::Serving => "serving",
         }
     }
 }

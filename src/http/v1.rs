@@ -81,7 +81,7 @@ impl Texts {
     ///
     /// # Errors
     /// Fails if the files have changed or cannot be read.
-    async fn of(&self, row: ModelRow, sha256: String) -> Result<Arc<Facts>, Problem> {
+    pub(super) async fn of(&self, row: ModelRow, sha256: String) -> Result<Arc<Facts>, Problem> {
         let dir = PathBuf::from(&row.source);
         let kept = self.find(&dir, &sha256);
         if let Some(kept) = kept.as_ref().filter(|kept| kept.checked.elapsed() < RECHECK) {

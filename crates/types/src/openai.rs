@@ -336,7 +336,7 @@ pub struct TextLogprobs {
     /// The texts of the tokens.
     pub tokens: Vec<String>,
     /// Log-probs in nats; null for the first token of a prompt.
-    pub token_logprobs: Vec<Option<f32>>,
+    pub token_logprobs: Vec<Option<f64>>,
     /// The most probable tokens and the token itself, with their log-probs; null for the first token of a prompt.
     pub top_logprobs: Vec<Option<Map<String, Value>>>,
     /// Index of each token's first character in the text.

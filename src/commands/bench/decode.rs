@@ -198,14 +198,15 @@ impl Drop for BusyProcess {
     }
 }
 
-struct Generation<'a> {
+/// Generation with a loaded model.
+pub(super) struct Generation<'a> {
     setting: &'a Setting<'a>,
     policy: Policy,
     text: Text,
 }
 
 impl<'a> Generation<'a> {
-    fn load(setting: &'a Setting<'a>) -> Result<Generation<'a>, BenchError> {
+    pub(super) fn load(setting: &'a Setting<'a>) -> Result<Generation<'a>, BenchError> {
         let text = Text::load(&setting.model_dir).map_err(crate::engine::error::EngineError::from)?;
         Ok(Generation { setting, policy: policy(setting)?, text })
     }
@@ -230,7 +231,7 @@ impl<'a> Generation<'a> {
 
     /// Measures generation of one batch, given as (prompts, completions per prompt), and reports the
     /// figures after each repetition.
-    fn batch(
+    pub(super) fn batch(
         &self,
         (prompts, generations): (usize, usize),
         completion: usize,

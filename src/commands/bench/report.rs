@@ -8,6 +8,7 @@ use super::limits::{GpuLimits, Limits, ProcessorLimits};
 use super::mismatch::MismatchFigures;
 use super::profile::{KernelTime, ProfileFigures};
 use super::requests::RequestFigures;
+use super::serving::ServingFigures;
 use super::shape::Weights;
 use super::step::{StepFigures, StepTimes};
 use super::training::TrainingFigures;
@@ -27,6 +28,7 @@ pub(super) struct Report<'a> {
     pub requests: Option<RequestFigures>,
     pub mismatch: Option<MismatchFigures>,
     pub busy: Option<BusyFigures>,
+    pub serving: Option<ServingFigures>,
 }
 
 impl<'a> Report<'a> {
@@ -42,6 +44,7 @@ impl<'a> Report<'a> {
             requests: None,
             mismatch: None,
             busy: None,
+            serving: None,
         }
     }
 
@@ -233,6 +236,25 @@ impl<'a> Report<'a> {
         );
     }
 
+    pub fn print_serving(&self) {
+        let Some(serving) = &self.serving else { return };
+        println!(
+            "\n{} clients at once, {} tokens each: {:.1} tok/s without HTTP; over /v1 {:.1} ({:.2}), as streams {:.1} ({:.2})",
+            serving.clients,
+            serving.tokens,
+            serving.decode_tok_s,
+            serving.whole_tok_s,
+            serving.whole_ratio,
+            serving.stream_tok_s,
+            serving.stream_ratio
+        );
+        println!(
+            "first token after {:.1} ms (95th percentile); prefill and 3 steps take {:.1} ms",
+            serving.first_token_p95_s * 1e3,
+            serving.prefill_and_3_steps_s * 1e3
+        );
+    }
+
     fn read_gb_s(&self) -> Option<f64> {
         self.limits.as_ref().map(Limits::memory_gb_s)
     }
@@ -315,6 +337,7 @@ impl<'a> Report<'a> {
             ("requests", json!(self.requests)),
             ("mismatch", json!(self.mismatch)),
             ("busy", json!(self.busy)),
+            ("serving", json!(self.serving)),
         ];
         all.extend(
             parts

@@ -55,7 +55,7 @@ impl Tokens<'_> {
             to.text_offset.push(*offset);
             let text = String::from_utf8_lossy(&self.text.token_bytes(*id)).chars().count();
             *offset += text as u64;
-            to.token_logprobs.push(logprobs.map(|logprobs| finite(logprobs.logprob)));
+            to.token_logprobs.push(logprobs.map(|logprobs| finite(logprobs.logprob).into()));
             to.top_logprobs.push(logprobs.map(|logprobs| self.top(*id, logprobs)));
         }
     }
@@ -65,7 +65,7 @@ impl Tokens<'_> {
         let mut top = Map::new();
         // Of tokens with the same text the most probable one is kept; the token itself always is.
         for (other, logprob) in logprobs.top.iter().rev().chain([&(id, logprobs.logprob)]) {
-            top.insert(self.name(*other), json!(finite(*logprob)));
+            top.insert(self.name(*other), json!(f64::from(finite(*logprob))));
         }
         top
     }
