@@ -31,6 +31,14 @@ gguf() {
     tests/gguf/run.sh
 }
 
+section serving "python3 with venv, PyPI, 8 GB of disk" \
+    crates/engine crates/kernels crates/types/src/openai.rs crates/types/src/serving.rs crates/worker/src/serving crates/worker/src/serving.rs \
+    src/http/v1 src/http/v1.rs src/supervisor/serving.rs tests/serving
+serving() {
+    cargo build --release --locked
+    tests/serving/run.sh
+}
+
 section hub "python3 with venv, PyPI" crates/hub
 hub() {
     local venv=target/hub-client

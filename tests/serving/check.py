@@ -188,22 +188,23 @@ def check_lm_eval(server, directory):
         values = [response for sample in result["samples"]["rlood_sums"] for response in sample["filtered_resps"]]
         return [(float(logprob), bool(greedy)) for logprob, greedy in values]
 
-    model = FIXTURES / "qwen3"
-    served = evaluate(
-        "local-completions",
-        f"model=qwen3,base_url={server.url}/v1/completions,tokenizer={model},num_concurrent=8,max_retries=1",
-    )
-    remote = evaluate(
-        "local-completions",
-        f"model=qwen3,base_url={server.url}/serve/qwen3/v1/completions,tokenizer_backend=remote,num_concurrent=4",
-    )
-    assert served == remote, "the tokenizer of the server gives other numbers"
-    own = evaluate("hf", f"pretrained={model},dtype=float32")
-    worst = max(abs(a - b) for (a, _), (b, _) in zip(served, own))
-    assert [greedy for _, greedy in served] == [greedy for _, greedy in own]
-    assert worst < 1e-3, worst
-    assert all(math.isfinite(value) for value, _ in served)
-    print(f"figure: lm-eval: {len(own)} log-likelihoods within {worst:.1e} nats of the hf backend's, all greedy marks equal")
+    for name, model in (("qwen3", FIXTURES / "qwen3"), ("tiny", ROOT / "assets/tiny")):
+        served = evaluate(
+            "local-completions",
+            f"model={name},base_url={server.url}/v1/completions,tokenizer={model},num_concurrent=8,max_retries=1",
+        )
+        remote = evaluate(
+            "local-completions",
+            f"model={name},base_url={server.url}/serve/{name}/v1/completions,tokenizer_backend=remote,num_concurrent=4",
+        )
+        assert served == remote, "the tokenizer of the server gives other numbers"
+        own = evaluate("hf", f"pretrained={model},dtype=float32")
+        worst = max(abs(a - b) for (a, _), (b, _) in zip(served, own))
+        assert [greedy for _, greedy in served] == [greedy for _, greedy in own]
+        assert worst < 1e-3, worst
+        assert all(math.isfinite(value) for value, _ in served)
+        count = sum(greedy for _, greedy in own)
+        print(f"figure: lm-eval, {name}: {len(own)} log-likelihoods ({count} greedy) within {worst:.1e} nats of the hf backend's")
 
 
 def check_langchain(server, job):
