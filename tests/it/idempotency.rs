@@ -9,7 +9,15 @@ use sqlx::Connection;
 use crate::server::{Answer, Server, job};
 
 /// Read requests, and requests with their own way to be repeated: sessions and callbacks.
-const WITHOUT: [&str; 6] = [
+const WITHOUT: [&str; 14] = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/tokenize",
+    "/detokenize",
+    "/serve/{model}/v1/chat/completions",
+    "/serve/{model}/v1/completions",
+    "/serve/{model}/tokenize",
+    "/serve/{model}/detokenize",
     "/datasets/preview",
     "/jobs/validate",
     "/jobs/{id}/generate",

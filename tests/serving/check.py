@@ -152,12 +152,14 @@ def check_parity(server):
     print(f"figure: parity cases over HTTP: {cases}, log-probs within {worst:.1e} of transformers'")
 
 
-def tasks(directory):
-    """A log-likelihood task with local rows: which answer is the most probable one."""
+def tasks(server, name, directory):
+    """A log-likelihood task with local rows: which answer is the most probable one. One of the answers is the model's own."""
     rows = []
     for a in range(2, 22):
-        right, wrong = str(a + 7), str(a + 9)
-        rows.append({"question": f"What is {a} + 7?", "choices": [right, wrong, "two words", "+ 1"], "answer": 0})
+        question = f"What is {a} + 7?"
+        greedy = server.post("/v1/completions", {"model": name, "prompt": question, "max_tokens": 2, "temperature": 0})
+        own = greedy["choices"][0]["text"] or "?"
+        rows.append({"question": question, "choices": [str(a + 7), own, " two words", "+ 1"], "answer": 0})
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
         "task": "rlood_sums",
@@ -168,6 +170,7 @@ def tasks(directory):
         "doc_to_text": "{{question}}",
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
     (directory / "rlood_sums.yaml").write_text(json.dumps(task))
@@ -177,10 +180,7 @@ def check_lm_eval(server, directory):
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    tasks(directory)
-    manager = TaskManager(include_path=str(directory), include_defaults=False)
-
-    def evaluate(model, arguments):
+    def evaluate(model, arguments, manager):
         result = lm_eval.simple_evaluate(
             model=model, model_args=arguments, tasks=["rlood_sums"], task_manager=manager, log_samples=True,
             bootstrap_iters=0, device="cpu",
@@ -189,20 +189,27 @@ def check_lm_eval(server, directory):
         return [(float(logprob), bool(greedy)) for logprob, greedy in values]
 
     for name, model in (("qwen3", FIXTURES / "qwen3"), ("tiny", ROOT / "assets/tiny")):
+        folder = directory / name
+        folder.mkdir()
+        tasks(server, name, folder)
+        manager = TaskManager(include_path=str(folder), include_defaults=False)
         served = evaluate(
             "local-completions",
             f"model={name},base_url={server.url}/v1/completions,tokenizer={model},num_concurrent=8,max_retries=1",
+            manager,
         )
         remote = evaluate(
             "local-completions",
             f"model={name},base_url={server.url}/serve/{name}/v1/completions,tokenizer_backend=remote,num_concurrent=4",
+            manager,
         )
         assert served == remote, "the tokenizer of the server gives other numbers"
-        own = evaluate("hf", f"pretrained={model},dtype=float32")
+        own = evaluate("hf", f"pretrained={model},dtype=float32", manager)
         worst = max(abs(a - b) for (a, _), (b, _) in zip(served, own))
         assert [greedy for _, greedy in served] == [greedy for _, greedy in own]
         assert worst < 1e-3, worst
         assert all(math.isfinite(value) for value, _ in served)
+        assert any(greedy for _, greedy in own), "no answer is greedy"
         count = sum(greedy for _, greedy in own)
         print(f"figure: lm-eval, {name}: {len(own)} log-likelihoods ({count} greedy) within {worst:.1e} nats of the hf backend's")
 

@@ -12,6 +12,7 @@ pub(crate) mod keys;
 pub(crate) mod models;
 pub(crate) mod records;
 pub(crate) mod rewards;
+pub(crate) mod serving;
 pub(crate) mod system;
 pub(crate) mod verdicts;
 pub(crate) mod webhooks;

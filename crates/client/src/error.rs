@@ -145,6 +145,7 @@ impl Problem {
     /// Reads the body of an error. A body that is not a problem document (such as a proxy's page) is shown in part.
     pub(crate) fn read(status: u16, headers: &HeaderMap, body: &[u8]) -> Self {
         let problem = serde_json::from_slice::<Problem>(body).ok().filter(|problem| !problem.code.is_empty());
+        let problem = problem.or_else(|| OpenAiError::read(status, body));
         let mut problem = problem.unwrap_or_else(|| {
             let detail = String::from_utf8_lossy(body).chars().take(MAX_SHOWN_CHARACTERS).collect();
             let retryable = matches!(status, 408 | 425 | 429 | 500 | 502..=504);
@@ -160,6 +161,33 @@ impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.status, self.detail)?;
         self.errors.iter().try_for_each(|error| write!(f, "\n  {}: {}", error.pointer, error.detail))
+    }
+}
+
+/// An error of a route under `/v1`, in OpenAI's form.
+#[derive(Deserialize)]
+struct OpenAiError {
+    error: OpenAiErrorBody,
+}
+
+#[derive(Deserialize)]
+struct OpenAiErrorBody {
+    message: String,
+    #[serde(default)]
+    param: Option<String>,
+    #[serde(default)]
+    code: Option<String>,
+}
+
+impl OpenAiError {
+    fn read(status: u16, body: &[u8]) -> Option<Problem> {
+        let OpenAiError { error: OpenAiErrorBody { message, param, code } } = serde_json::from_slice(body).ok()?;
+        let code = code.unwrap_or_default();
+        let pointer = param.map(|param| format!("/{}", param.replace('.', "/")));
+        let errors = pointer.map(|pointer| FieldError { pointer, code: code.clone(), detail: message.clone() });
+        let retryable = matches!(status, 408 | 425 | 429 | 500 | 502..=504);
+        let errors = errors.into_iter().collect();
+        Some(Problem { status, code, detail: message, retryable, errors, ..Problem::default() })
     }
 }
 

@@ -63,9 +63,12 @@ impl Tokens<'_> {
     /// The most probable tokens by their texts, and the token itself.
     fn top(&self, id: u32, logprobs: &TokenLogprobs) -> Map<String, Value> {
         let mut top = Map::new();
-        // Of tokens with the same text the most probable one is kept; the token itself always is.
-        for (other, logprob) in logprobs.top.iter().rev().chain([&(id, logprobs.logprob)]) {
-            top.insert(self.name(*other), json!(f64::from(finite(*logprob))));
+        top.insert(self.name(id), json!(f64::from(finite(logprobs.logprob))));
+        for (other, logprob) in logprobs.top.iter().filter(|(other, _)| *other != id) {
+            // Parts of characters have the same text. A client that looks for the most probable token must find every one.
+            let name = self.name(*other);
+            let name = if top.contains_key(&name) { format!("token_id:{other}") } else { name };
+            top.insert(name, json!(f64::from(finite(*logprob))));
         }
         top
     }

@@ -64,7 +64,7 @@ pub struct Generation {
 }
 
 impl Client {
-    /// Generates completions with the base model and a checkpoint of a job. The server processes one request at a time.
+    /// Generates completions with the base model and a checkpoint of a job.
     ///
     /// # Errors
     /// Fails with `no_checkpoint`, `invalid_body`, `generation_timeout`, or with any other [`Error`].

@@ -11,6 +11,13 @@ const OTHERWISE: &[(&str, Option<&str>)] = &[
     ("get_file", Some("download_file")),
     ("get_export_archive", Some("download_export_archive")),
     ("get_export_file", Some("download_export_file")),
+    // The same operations with the model in the path.
+    ("get_served_model_of", None),
+    ("create_chat_completion_of", None),
+    ("create_completion_of", None),
+    ("tokenize_of", None),
+    ("detokenize_of", None),
+    ("tokenizer_info_of", None),
     // Sessions use a cookie for browsers; programs use their key.
     ("open_session", None),
     ("end_session", None),
