@@ -15,6 +15,7 @@ pub mod one_shot;
 pub mod outgoing;
 pub mod preflight;
 pub mod protocol;
+pub mod push;
 pub mod rollout;
 pub mod scopes;
 pub mod spec;
