@@ -15,6 +15,8 @@ use crate::verdict::VerdictResult;
 
 /// Width of a reward curve in characters.
 const CURVE_WIDTH: usize = 48;
+/// Ranks that vLLM accepts as `--max-lora-rank`.
+const VLLM_RANKS: [u32; 8] = [8, 16, 32, 64, 128, 256, 320, 512];
 /// Maximum length of a prompt or completion on a card, in characters.
 const MAX_TEXT_CHARS: usize = 4000;
 
@@ -108,11 +110,8 @@ fn loading(facts: &Facts) -> String {
     let unknown = if base.commit.is_none() { "  # the base model, which does not come from the hub" } else { "" };
     match facts.format {
         PushFormat::Adapter => {
-            let rank = facts
-                .plan
-                .lora
-                .as_ref()
-                .map_or(16, |lora| lora.rank_pattern.values().copied().chain([lora.r]).max().unwrap_or(lora.r));
+            let ranks = facts.plan.lora.iter().flat_map(|lora| lora.rank_pattern.values().copied().chain([lora.r]));
+            let rank = vllm_rank(ranks.max().unwrap_or_default());
             let title = repo.rsplit('/').next().unwrap_or_default();
             let shell_base = if base.commit.is_some() { base.name.as_str() } else { "BASE_MODEL" };
             let vllm = match flag.is_empty() {
@@ -136,6 +135,11 @@ fn loading(facts: &Facts) -> String {
             repo_text = json!(repo),
         ),
     }
+}
+
+/// Returns the smallest `--max-lora-rank` of vLLM for adapters of a rank.
+fn vllm_rank(rank: u32) -> u32 {
+    VLLM_RANKS.into_iter().find(|accepted| *accepted >= rank).unwrap_or(rank)
 }
 
 fn training(facts: &Facts) -> String {
@@ -236,7 +240,7 @@ fn curve(values: &[f64]) -> String {
 fn verdict(verdict: &VerdictResult) -> String {
     let mut text = format!("## Compared with the base model\n\n{}\n", inline(&verdict.summary));
     if let Some(note) = &verdict.note {
-        let _ = writeln!(text, "\n{}", inline(note));
+        let _ = writeln!(text, "\nNote: {}.", inline(note).trim_end_matches('.'));
     }
     let test = &verdict.test;
     let interval = test.interval.map(|[low, high]| format!(", 95 % interval {low:.4} to {high:.4}"));
@@ -284,4 +288,32 @@ fn code(name: &str) -> String {
 /// Replaces line breaks and other control characters, so that a text stays in its line.
 fn inline(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_curve_has_a_block_for_each_group_of_steps() {
+        assert_eq!(curve(&[0.0, 0.5, 1.0]), "▁▅█");
+        assert_eq!(curve(&[2.0, 2.0]), "▁▁");
+        let rising: Vec<f64> = (0..1000).map(f64::from).collect();
+        let curve = curve(&rising);
+        assert_eq!(curve.chars().count(), CURVE_WIDTH);
+        assert!(curve.starts_with('▁') && curve.ends_with('█'), "{curve}");
+    }
+
+    #[test]
+    fn texts_and_names_stay_inside_their_block_and_line() {
+        assert_eq!(block("a```b"), "````text\na```b\n````\n");
+        assert_eq!(block("plain"), "```text\nplain\n```\n");
+        assert!(block(&"ä".repeat(MAX_TEXT_CHARS + 1)).ends_with("ä…\n```\n"));
+        assert_eq!(code("a`b\n# c"), "`a'b # c`");
+    }
+
+    #[test]
+    fn the_rank_for_vllm_is_one_that_it_accepts() {
+        assert_eq!([1, 8, 9, 257, 600].map(vllm_rank), [8, 8, 16, 320, 600]);
+    }
 }

@@ -155,8 +155,10 @@ async fn samples(state: &AppState, checkpoint: &CheckpointRow) -> Result<Vec<Sam
             ..SampleQuery::default()
         };
         let page = state.store.sample_page(checkpoint.job, &query).await?;
-        if !page.data.is_empty() {
-            return Ok(page.data.into_iter().map(|row| row.sample).collect());
+        let mut samples: Vec<Sample> = page.data.into_iter().map(|row| row.sample).collect();
+        if let Some(step) = samples.first().map(|sample| sample.step) {
+            samples.retain(|sample| sample.step == step);
+            return Ok(samples);
         }
     }
     Ok(Vec::new())

@@ -126,9 +126,12 @@ async fn push(state: &AppState, row: &TaskRow) -> Result<Pushed, Failure> {
     upload(state, row, &hub, &push).await
 }
 
-/// Returns whether a file has weights of a complete model, as a merged export names it.
+/// Returns whether a file has weights of a complete model, whole or as `model-00001-of-00002.safetensors`, or is their index.
 fn is_weight_file(path: &str) -> bool {
-    path.starts_with("model") && (path.ends_with(".safetensors") || path.ends_with(".safetensors.index.json"))
+    let is_number = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let shard = path.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors")?.split_once("-of-"));
+    matches!(path, "model.safetensors" | "model.safetensors.index.json")
+        || shard.is_some_and(|(number, count)| is_number(number) && is_number(count))
 }
 
 /// Uploads the files, and stores the progress meanwhile. Errors that may pass are retried for some minutes.
@@ -254,4 +257,31 @@ fn export_files(state: &AppState, export: &TaskRow) -> Result<(Vec<PushFile>, Ex
     };
     let files = result.files.iter().map(file).collect::<Result<_, Failure>>()?;
     Ok((files, result))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_names_of_a_merged_model_are_its_weights() {
+        for path in ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors"] {
+            assert!(is_weight_file(path), "{path}");
+        }
+        for path in
+            ["adapter_model.safetensors", "model-fp8.safetensors", "model-1-of-2.safetensors", "a/model.safetensors"]
+        {
+            assert!(!is_weight_file(path), "{path}");
+        }
+    }
+
+    #[test]
+    fn the_config_names_the_base_model_as_the_hub_does_and_keeps_the_rest() {
+        let config = "{\n  \"r\": 8,\n  \"base_model_name_or_path\": \"/srv/models/x\",\n  \"bias\": \"none\"\n}\n";
+        let base = |name: &str| Base { name: name.to_owned(), commit: None };
+        let renamed = with_base(config.as_bytes(), &base("org/x")).unwrap().unwrap();
+        assert_eq!(String::from_utf8(renamed).unwrap(), config.replace("/srv/models/x", "org/x"));
+        assert_eq!(with_base(config.as_bytes(), &base("/srv/models/x")).unwrap(), None);
+        assert!(with_base(b"no json", &base("org/x")).is_err());
+    }
 }
