@@ -1,6 +1,6 @@
 //! A fake Hub on one port and its CDN on another. They answer like the real ones, and inject faults on request.
 
-#[path = "fake_uploads.rs"]
+#[path = "fake/uploads.rs"]
 pub mod uploads;
 
 use std::collections::BTreeMap;
