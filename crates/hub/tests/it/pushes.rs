@@ -128,7 +128,9 @@ async fn a_second_push_uploads_what_changed_and_deletes_what_the_first_left() {
 async fn a_push_that_was_stopped_continues_with_the_files_that_are_missing() {
     let held = Arc::new(AtomicBool::new(true));
     let running = start(BTreeMap::new(), Faults { uploads_held: held.clone(), ..Faults::default() }).await;
-    let (dir, files) = (tempfile::tempdir().unwrap(), files());
+    let (dir, mut files) = (tempfile::tempdir().unwrap(), files());
+    // More than the buffers of the connection hold, so that the storage has not got all of it when the push stops.
+    files.insert("adapter_model.safetensors".to_owned(), (0..32 << 20).map(|at: u32| (at >> 8) as u8).collect());
     let push = push_of(REPO, dir.path(), &files);
     // The Hub has one of the objects from before.
     let (tokenizer, weights) = (&files["tokenizer.json"], &files["adapter_model.safetensors"]);

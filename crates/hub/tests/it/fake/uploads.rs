@@ -228,7 +228,7 @@ fn create(fake: &Fake, who: Who, body: &Value) -> Result<Response, Response> {
         ));
     }
     may_write(who, &id)?;
-    let url = format!("https://hub.example/{id}");
+    let url = format!("{}/{id}", lock(&fake.hub));
     if lock(&fake.uploads.repos).contains_key(&id) {
         let document = json!({"error": "You already created this model repo", "url": url});
         return Err((StatusCode::CONFLICT, Json(document)).into_response());
@@ -377,7 +377,7 @@ fn commit(fake: &Fake, id: &str, repo: &mut PushedRepo, revision: &str, body: &B
     if take(&fake.faults.commits_unanswered) {
         hang_up();
     }
-    let url = format!("https://hub.example/{id}/commit/{oid}");
+    let url = format!("{}/{id}/commit/{oid}", lock(&fake.hub));
     Ok(Json(json!({"success": true, "commitOid": oid, "commitUrl": url, "hookOutput": ""})).into_response())
 }
 
