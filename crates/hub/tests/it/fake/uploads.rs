@@ -110,8 +110,25 @@ fn hang_up() -> ! {
     std::panic::resume_unwind(Box::new("the fake hub closes a connection"))
 }
 
-fn says(status: u16, message: &str) -> Response {
-    (StatusCode::from_u16(status).unwrap(), Json(json!({"error": message}))).into_response()
+/// A refused request: status, `X-Error-Code` (may be empty) and message.
+struct Refused(u16, &'static str, String);
+
+impl IntoResponse for Refused {
+    fn into_response(self) -> Response {
+        let Refused(status, code, message) = self;
+        if !code.is_empty() {
+            return error(status, code);
+        }
+        (StatusCode::from_u16(status).unwrap(), Json(json!({"error": message}))).into_response()
+    }
+}
+
+fn says(status: u16, message: &str) -> Refused {
+    Refused(status, "", message.to_owned())
+}
+
+fn coded(status: u16, code: &'static str) -> Refused {
+    Refused(status, code, String::new())
 }
 
 /// Returns whether a request belongs to this part of the fake Hub.
@@ -130,7 +147,7 @@ enum Who {
     Writer,
 }
 
-fn who(headers: &HeaderMap) -> Result<Who, Response> {
+fn who(headers: &HeaderMap) -> Result<Who, Refused> {
     let Some(given) = headers.get(header::AUTHORIZATION) else { return Ok(Who::Anonymous) };
     let token = given.to_str().unwrap().strip_prefix("Bearer ").unwrap();
     match token {
@@ -140,7 +157,7 @@ fn who(headers: &HeaderMap) -> Result<Who, Response> {
     }
 }
 
-fn may_write(who: Who, id: &str) -> Result<(), Response> {
+fn may_write(who: Who, id: &str) -> Result<(), Refused> {
     match who {
         Who::Writer if id.starts_with("ann/") => Ok(()),
         Who::Writer => Err(says(403, "Forbidden: you are not the owner of this repository")),
@@ -158,7 +175,7 @@ pub async fn answer(fake: &Fake, request: Request) -> Response {
         Ok(who) => dispatch(fake, who, &parts.method, &path, &parts.headers, &body),
         Err(refused) => Err(refused),
     };
-    answered.unwrap_or_else(|refused| refused)
+    answered.unwrap_or_else(Refused::into_response)
 }
 
 fn dispatch(
@@ -168,7 +185,7 @@ fn dispatch(
     path: &str,
     headers: &HeaderMap,
     body: &Bytes,
-) -> Result<Response, Response> {
+) -> Result<Response, Refused> {
     let document = || serde_json::from_slice::<Value>(body).unwrap();
     match path {
         "api/repos/create" => return create(fake, who, &document()),
@@ -183,7 +200,7 @@ fn dispatch(
         assert_eq!(headers[header::CONTENT_TYPE], "application/vnd.git-lfs+json");
         return batch(fake, id, &document());
     }
-    let path = path.strip_prefix("api/models/").ok_or(error(404, "RepoNotFound")).or_else(|none| {
+    let path = path.strip_prefix("api/models/").ok_or(coded(404, "RepoNotFound")).or_else(|none| {
         // A file: {id}/resolve/{revision}/{path}.
         if path.contains("/resolve/") { Ok(path) } else { Err(none) }
     })?;
@@ -193,7 +210,7 @@ fn dispatch(
     let (operation, revision) = rest.split_once('/').unwrap_or((rest, "main"));
     let mut repos = lock(&fake.uploads.repos);
     let repo = repos.get_mut(&id).filter(|repo| !repo.private || who != Who::Anonymous);
-    let repo = repo.ok_or_else(|| error(if who == Who::Anonymous { 401 } else { 404 }, "RepoNotFound"))?;
+    let repo = repo.ok_or_else(|| coded(if who == Who::Anonymous { 401 } else { 404 }, "RepoNotFound"))?;
     if operation == "resolve" {
         return resolve(fake, repo, revision, method);
     }
@@ -218,7 +235,7 @@ fn dispatch(
     }
 }
 
-fn create(fake: &Fake, who: Who, body: &Value) -> Result<Response, Response> {
+fn create(fake: &Fake, who: Who, body: &Value) -> Result<Response, Refused> {
     let account = body["organization"].as_str().unwrap_or("ann");
     let id = format!("{account}/{}", body["name"].as_str().unwrap());
     if account != "ann" && who == Who::Writer {
@@ -231,7 +248,7 @@ fn create(fake: &Fake, who: Who, body: &Value) -> Result<Response, Response> {
     let url = format!("{}/{id}", lock(&fake.hub));
     if lock(&fake.uploads.repos).contains_key(&id) {
         let document = json!({"error": "You already created this model repo", "url": url});
-        return Err((StatusCode::CONFLICT, Json(document)).into_response());
+        return Ok((StatusCode::CONFLICT, Json(document)).into_response());
     }
     fake.uploads.create(&id, body["private"].as_bool().unwrap_or(false));
     Ok(Json(json!({"url": url, "name": id, "id": id})).into_response())
@@ -246,17 +263,17 @@ fn described(path: &str, stored: &Stored) -> Value {
     file
 }
 
-fn describe(id: &str, repo: &PushedRepo, revision: &str) -> Result<Response, Response> {
-    let (commit, content) = repo.at(revision).ok_or_else(|| error(404, "RevisionNotFound"))?;
+fn describe(id: &str, repo: &PushedRepo, revision: &str) -> Result<Response, Refused> {
+    let (commit, content) = repo.at(revision).ok_or_else(|| coded(404, "RevisionNotFound"))?;
     let siblings: Vec<Value> = content.files.iter().map(|(path, stored)| described(path, stored)).collect();
     let document = json!({"id": id, "modelId": id, "sha": commit, "private": repo.private, "gated": false,
                           "disabled": false, "tags": [], "downloads": 0, "siblings": siblings});
     Ok(Json(document).into_response())
 }
 
-fn tree(repo: &PushedRepo, revision: &str) -> Result<Response, Response> {
+fn tree(repo: &PushedRepo, revision: &str) -> Result<Response, Refused> {
     let revision = revision.split('/').next().unwrap();
-    let (_, content) = repo.at(revision).ok_or_else(|| error(404, "RevisionNotFound"))?;
+    let (_, content) = repo.at(revision).ok_or_else(|| coded(404, "RevisionNotFound"))?;
     let entry = |(path, stored): (&String, &Stored)| {
         let size = stored.bytes.len();
         let mut entry = json!({"type": "file", "path": path, "size": size, "oid": git_sha1(&stored.bytes)});
@@ -268,7 +285,7 @@ fn tree(repo: &PushedRepo, revision: &str) -> Result<Response, Response> {
     Ok(Json(content.files.iter().map(entry).collect::<Vec<_>>()).into_response())
 }
 
-fn branch(repo: &mut PushedRepo, name: &str) -> Result<Response, Response> {
+fn branch(repo: &mut PushedRepo, name: &str) -> Result<Response, Refused> {
     if repo.branches.contains_key(name) {
         return Err(says(409, "Reference already exists"));
     }
@@ -278,8 +295,8 @@ fn branch(repo: &mut PushedRepo, name: &str) -> Result<Response, Response> {
 }
 
 /// Safetensors and everything beyond 10 kB become LFS objects.
-fn preupload(repo: &PushedRepo, revision: &str, body: &Value) -> Result<Response, Response> {
-    let (_, content) = repo.at(revision).ok_or_else(|| error(404, "RevisionNotFound"))?;
+fn preupload(repo: &PushedRepo, revision: &str, body: &Value) -> Result<Response, Refused> {
+    let (_, content) = repo.at(revision).ok_or_else(|| coded(404, "RevisionNotFound"))?;
     let mode = |file: &Value| {
         let (path, size) = (file["path"].as_str().unwrap(), file["size"].as_u64().unwrap());
         let sample = STANDARD.decode(file["sample"].as_str().unwrap()).unwrap();
@@ -296,9 +313,9 @@ fn preupload(repo: &PushedRepo, revision: &str, body: &Value) -> Result<Response
     Ok(Json(json!({"files": files, "commitOid": "0".repeat(40)})).into_response())
 }
 
-fn batch(fake: &Fake, id: &str, body: &Value) -> Result<Response, Response> {
+fn batch(fake: &Fake, id: &str, body: &Value) -> Result<Response, Refused> {
     if !lock(&fake.uploads.repos).contains_key(id) {
-        return Err(error(404, "RepoNotFound"));
+        return Err(coded(404, "RepoNotFound"));
     }
     assert_eq!((&body["operation"], &body["hash_algo"]), (&json!("upload"), &json!("sha256")));
     let (hub, storage) = (lock(&fake.hub).clone(), lock(&fake.cdn).clone());
@@ -337,15 +354,15 @@ fn verify(fake: &Fake, body: &Value) -> Response {
     let objects = lock(&fake.uploads.objects);
     match objects.get(body["oid"].as_str().unwrap()) {
         Some(bytes) if Some(bytes.len() as u64) == body["size"].as_u64() => StatusCode::OK.into_response(),
-        _ => says(404, "the object does not exist"),
+        _ => says(404, "the object does not exist").into_response(),
     }
 }
 
-fn commit(fake: &Fake, id: &str, repo: &mut PushedRepo, revision: &str, body: &Bytes) -> Result<Response, Response> {
+fn commit(fake: &Fake, id: &str, repo: &mut PushedRepo, revision: &str, body: &Bytes) -> Result<Response, Refused> {
     if take(&fake.faults.commits_refused) {
         return Err(says(503, "try again"));
     }
-    let (_, content) = repo.at(revision).ok_or_else(|| error(404, "RevisionNotFound"))?;
+    let (_, content) = repo.at(revision).ok_or_else(|| coded(404, "RevisionNotFound"))?;
     let mut content = content.clone();
     let lines = std::str::from_utf8(body).unwrap().lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     for (number, line) in lines.enumerate() {
@@ -368,7 +385,7 @@ fn commit(fake: &Fake, id: &str, repo: &mut PushedRepo, revision: &str, body: &B
                 content.files.insert(path, Stored { bytes, lfs: true });
             }
             "deletedFile" => {
-                content.files.remove(&path).ok_or_else(|| error(404, "EntryNotFound"))?;
+                content.files.remove(&path).ok_or_else(|| coded(404, "EntryNotFound"))?;
             }
             other => panic!("the fake hub has no {other} in a commit"),
         }
@@ -381,10 +398,10 @@ fn commit(fake: &Fake, id: &str, repo: &mut PushedRepo, revision: &str, body: &B
     Ok(Json(json!({"success": true, "commitOid": oid, "commitUrl": url, "hookOutput": ""})).into_response())
 }
 
-fn resolve(fake: &Fake, repo: &PushedRepo, rest: &str, method: &Method) -> Result<Response, Response> {
+fn resolve(fake: &Fake, repo: &PushedRepo, rest: &str, method: &Method) -> Result<Response, Refused> {
     let (revision, path) = rest.split_once('/').unwrap();
-    let (commit, content) = repo.at(revision).ok_or_else(|| error(404, "RevisionNotFound"))?;
-    let stored = content.files.get(path).ok_or_else(|| error(404, "EntryNotFound"))?;
+    let (commit, content) = repo.at(revision).ok_or_else(|| coded(404, "RevisionNotFound"))?;
+    let stored = content.files.get(path).ok_or_else(|| coded(404, "EntryNotFound"))?;
     let length = stored.bytes.len().to_string();
     if stored.lfs {
         let sha256 = Sha256Digest::of(&stored.bytes).to_string();
@@ -411,7 +428,7 @@ pub async fn storage(fake: &Fake, request: Request) -> Response {
     let mut words = parts.uri.path().trim_start_matches("/lfs/").split('/');
     let (oid, part) = (words.next().unwrap().to_owned(), words.next().map(str::to_owned));
     if parts.headers.contains_key(header::AUTHORIZATION) || parts.uri.query() != Some("signature=x") {
-        return says(400, "Only one auth mechanism allowed");
+        return says(400, "Only one auth mechanism allowed").into_response();
     }
     if parts.method == Method::GET {
         return lock(&fake.uploads.objects)[&oid].clone().into_response();
@@ -421,17 +438,18 @@ pub async fn storage(fake: &Fake, request: Request) -> Response {
         return complete(fake, &oid, &serde_json::from_slice(&body).unwrap());
     }
     let Some(length) = parts.headers.get(header::CONTENT_LENGTH) else {
-        return says(501, "A header you provided implies functionality that is not implemented: Transfer-Encoding");
+        return says(501, "A header you provided implies functionality that is not implemented: Transfer-Encoding")
+            .into_response();
     };
     let length: usize = length.to_str().unwrap().parse().unwrap();
     if take(&fake.faults.uploads_expired) {
-        return says(403, "Request has expired");
+        return says(403, "Request has expired").into_response();
     }
     let cut = fake.faults.upload_cut_after.filter(|after| *after < length && take(&fake.faults.upload_cuts));
     let mut bytes = Vec::new();
     let mut pieces = body.into_data_stream();
     while let Some(piece) = pieces.next().await {
-        let Ok(piece) = piece else { return says(400, "the request ended early") };
+        let Ok(piece) = piece else { return says(400, "the request ended early").into_response() };
         bytes.extend_from_slice(&piece);
         fake.received_bytes.fetch_add(piece.len() as u64, Ordering::SeqCst);
         if cut.is_some_and(|after| bytes.len() >= after) {
@@ -462,7 +480,7 @@ fn complete(fake: &Fake, oid: &str, body: &Value) -> Response {
 
 fn keep(fake: &Fake, oid: String, bytes: Vec<u8>) -> Response {
     if Sha256Digest::of(&bytes).to_string() != oid {
-        return says(400, "the bytes have another hash");
+        return says(400, "the bytes have another hash").into_response();
     }
     lock(&fake.uploads.objects).insert(oid, bytes);
     StatusCode::OK.into_response()
