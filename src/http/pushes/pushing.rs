@@ -119,7 +119,7 @@ async fn push(state: &AppState, row: &TaskRow) -> Result<Pushed, Failure> {
             PushFormat::Merged => is_weight_file,
         },
         is_foreign: match stored.format {
-            PushFormat::Adapter => |path| path == "config.json" || is_weight_file(path),
+            PushFormat::Adapter => is_weight_file,
             PushFormat::Merged => |path| matches!(path, ADAPTER_CONFIG | ADAPTER_WEIGHTS),
         },
     };
