@@ -49,9 +49,9 @@ async fn the_rows_of_verdicts_stay_when_tasks_are_written_again() {
     let all = Migrator::new(Path::new(FOLDER)).await.unwrap();
     let before = |version: i64| all.iter().filter(move |it| it.version < version).cloned().collect::<Vec<_>>();
     Migrator::with_migrations(before(26)).run(&mut connection).await.unwrap();
-    // The job of the tasks is not needed here.
     sqlx::raw_sql(
-        "PRAGMA foreign_keys = OFF;
+        "INSERT INTO jobs (id, state, queue_order, total_steps, model, spec, plan, secrets, metadata, created_at)
+         VALUES ('j', 'queued', 1, 1, 'm', '{}', '{}', '{}', '{}', 1);
          INSERT INTO tasks (id, kind, job_id, checkpoint_id, step, state, attempt, request, done, total, created_at, expires_at)
          VALUES ('vrd_1', 'verdict', 'j', 'c', 7, 'succeeded', 2, '{\"a\": 1}', 3, 4, 5, NULL),
                 ('exp_1', 'export', 'j', 'c', 7, 'succeeded', 1, '{}', 3, 4, 5, 6);
