@@ -199,7 +199,7 @@ async fn read_by_the_real_client(hub: &Running) {
         for (path, bytes) in hub.fake.uploads.files(repo, branch) {
             assert!(std::fs::read(Path::new(folder.trim()).join(&path)).unwrap() == bytes, "{repo}: {path}");
         }
-        println!("figure: {repo} was read by huggingface_hub");
+        println!("{repo} was read by huggingface_hub");
     }
 }
 
