@@ -39,7 +39,7 @@ serving() {
     tests/serving/run.sh
 }
 
-section hub "python3 with venv, PyPI" crates/hub
+section hub "python3 with venv, PyPI" crates/hub src/http/pushes src/http/pushes.rs
 hub() {
     local venv=target/hub-client
     if [[ ! -x $venv/bin/hf ]] && ! { python3 -m venv "$venv" && "$venv/bin/pip" install --quiet huggingface_hub==1.0.1; }; then
@@ -48,6 +48,7 @@ hub() {
         return
     fi
     RLOOD_HUB_PYTHON=$PWD/$venv/bin/python cargo_test -p rlood-hub --test it -- python::
+    RLOOD_HUB_PYTHON=$PWD/$venv/bin/python cargo_test -p rlood --test it -- pushes::an_adapter_and_a_merged_model --nocapture | figures "was read by huggingface_hub"
 }
 
 # Every model family; .ci/run checks two a day.

@@ -15,7 +15,8 @@ TARGET = ROOT / "python/src/rlood/types.py"
 # The client's arguments and answers; all that these refer to is written too.
 ROOTS = [
     "Checkpoint", "Dataset", "DatasetMap", "Event", "Export", "ExportRequest", "GenerationRequest", "GenerationResult", "Job",
-    "JobSpec", "MetricsRow", "Model", "Problem", "Sample", "Summary", "Verdict", "VerdictRequest", "VerdictRow",
+    "JobSpec", "MetricsRow", "Model", "Problem", "Push", "PushRequest", "Sample", "Summary", "Verdict", "VerdictRequest",
+    "VerdictRow",
 ]
 HEADER = '''"""What the API takes and returns. Generated from openapi/openapi.json by scripts/python_types.py: do not edit.
 

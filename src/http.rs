@@ -41,6 +41,7 @@ pub mod openapi;
 pub mod preflight;
 mod prometheus;
 mod prompts;
+pub mod pushes;
 mod python_rewards;
 mod reach;
 mod rescore;
@@ -143,6 +144,8 @@ pub struct AppState {
     pub workers: Arc<worker::WorkerState>,
     /// Downloads of models from a hub that are in progress.
     pub downloads: Downloads,
+    /// Hub tokens of the requests for pushes that have not ended.
+    pub push_tokens: pushes::Tokens,
     /// The latest report of disk usage by kind and owner.
     pub storage: Arc<storage::LastReport>,
     /// Cancelled when the server starts to shut down. Requests that wait for something are then answered immediately.
@@ -156,6 +159,7 @@ impl AppState {
         let downloads = Downloads::new(store.clone(), files.root());
         Self {
             downloads,
+            push_tokens: pushes::Tokens::default(),
             store,
             files,
             config,
@@ -195,6 +199,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(verdicts::routes())
         .merge(v1::routes())
         .merge(exports::routes())
+        .merge(pushes::routes())
         .merge(sparklines::routes())
         .merge(dataset_preview::routes())
         .merge(demo::routes())

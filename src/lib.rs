@@ -18,7 +18,7 @@
 //! | `rlood-engine`: [`engine`] | the training loop; synchronous, works on token ids, independent of jobs and HTTP |
 //! | `rlood-model-files`: [`modelcard`] | the contents of a model's folder, without tensors |
 //! | `rlood-kernels` | compute kernels of the engine; all unsafe code |
-//! | `rlood-types`: [`callback`] [`dataset`] [`digest`] [`doctor`] [`error_text`] [`event`] [`export`] [`failpoint`] [`generate`] [`id`] [`job`] [`one_shot`] [`outgoing`] [`preflight`] [`protocol`] [`rollout`] [`scopes`] [`spec`] [`storage`] [`strict_json`] [`verdict`] [`webhooks`] | shared plain types, no I/O |
+//! | `rlood-types`: [`callback`] [`dataset`] [`digest`] [`doctor`] [`error_text`] [`event`] [`export`] [`failpoint`] [`generate`] [`id`] [`job`] [`one_shot`] [`outgoing`] [`preflight`] [`protocol`] [`push`] [`rollout`] [`scopes`] [`spec`] [`storage`] [`strict_json`] [`verdict`] [`webhooks`] | shared plain types, no I/O |
 //! | `rlood-templates`: [`jinja`] | templates in a sandbox |
 //!
 //! # One job through the files
@@ -43,7 +43,7 @@ pub use rlood_store::files;
 pub use rlood_templates as jinja;
 pub use rlood_types::{
     callback, dataset, digest, doctor, error_text, event, export, failpoint, generate, id, job, one_shot, openai, outgoing,
-    preflight, protocol, rollout, scopes, serving, spec, storage, strict_json, task, verdict, webhooks,
+    preflight, protocol, push, rollout, scopes, serving, spec, storage, strict_json, task, verdict, webhooks,
 };
 pub use rlood_worker::{exporter, judge, reward_model, worker};
 

@@ -125,7 +125,7 @@ pub struct Running {
     worker_exits: AbortOnDropHandle<()>,
     webhook_sender: AbortOnDropHandle<()>,
     retention_task: AbortOnDropHandle<()>,
-    tasks: [AbortOnDropHandle<()>; 2],
+    tasks: [AbortOnDropHandle<()>; 3],
     store: Store,
 }
 
@@ -315,11 +315,16 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     })
 }
 
-/// Starts the tasks that run queued verdicts and exports.
-fn start_tasks(state: &AppState, children: &Children, stop: &CancellationToken) -> [AbortOnDropHandle<()>; 2] {
+/// Starts the tasks that run queued verdicts, exports and pushes.
+fn start_tasks(state: &AppState, children: &Children, stop: &CancellationToken) -> [AbortOnDropHandle<()>; 3] {
     let verdicts = http::verdicts::run(state.clone(), Verdicts::new(children, stop.clone()));
     let exports = http::exports::run(state.clone(), Exports::new(children, stop.clone()));
-    [AbortOnDropHandle::new(tokio::spawn(verdicts)), AbortOnDropHandle::new(tokio::spawn(exports))]
+    let pushes = http::pushes::run(state.clone());
+    [
+        AbortOnDropHandle::new(tokio::spawn(verdicts)),
+        AbortOnDropHandle::new(tokio::spawn(exports)),
+        AbortOnDropHandle::new(tokio::spawn(pushes)),
+    ]
 }
 
 /// Requeues the jobs of workers whose lease expired and checks the disk. Cleans up once a minute.

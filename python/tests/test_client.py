@@ -203,6 +203,10 @@ class Pulling(WithServer):
         self.assertEqual(self.tree(self.folder / "merged"), listed)
         self.assertIn("config.json", listed)
 
+    def test_a_push_without_an_account_is_refused(self):
+        error = self.refused(422, "invalid_body", self.client.push, self.demo, "adapter", private=True)
+        self.assertIn("give org/adapter", error.detail)
+
 
 class Unpacking(Case):
     """Tests with archives that a correct server never sends."""

@@ -306,7 +306,7 @@ async fn fetch(state: &AppState, caller: &Caller, wanted: HubAdapter) -> Result<
         origin["renamed_to"] = name.as_str().into();
     }
     let folder = state.downloads.sources(repo.id(), &info.commit);
-    let RepoInfo { commit, is_restricted, files: _, renamed_to } = info;
+    let RepoInfo { commit, is_restricted, is_private: _, files: _, renamed_to } = info;
     let plan = RepoPlan { repo, commit, is_restricted, files, config: Value::Null, renamed_to };
     let fetched = hub.download(&plan, &state.downloads.parts(), &folder, &Default::default()).await;
     fetched.map_err(|error| of_adapter(problem(&error)))?;

@@ -391,7 +391,7 @@ async fn check_owner(
             Ok(id) => store.checkpoint_owner(id).await?,
             Err(_) => return Ok(()),
         },
-        "verdicts" | "exports" => store.task_owner(&id).await?,
+        "verdicts" | "exports" | "pushes" => store.task_owner(&id).await?,
         "webhooks" => match id.parse() {
             Ok(id) => store.webhook_owner(id).await?,
             Err(_) => return Ok(()),

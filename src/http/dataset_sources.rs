@@ -201,7 +201,7 @@ async fn find(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<
         .collect();
     let origin = json!({"hub": repo.id(), "revision": wanted.revision.as_deref().unwrap_or(repo.revision()), "commit": info.commit,
                         "config": chosen.config, "split": chosen.split, "files": hashes});
-    let RepoInfo { commit, is_restricted, files: _, renamed_to } = info;
+    let RepoInfo { commit, is_restricted, is_private: _, files: _, renamed_to } = info;
     let origin = with_name(origin, renamed_to.as_deref());
     let at_commit = Repo::new(RepoKind::Dataset, repo.id(), &commit).map_err(Problem::internal)?;
     let cached = hub::cache(state, caller).and_then(|cache| find_snapshot(cache, &at_commit));
@@ -242,7 +242,7 @@ async fn choose_cached(
     let files = cached.files().await.map_err(|error| problem(&error))?;
     let readme = tokio::fs::read(cached.path.join("README.md")).await.ok();
     let readme = readme.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    let info = RepoInfo { commit: cached.commit, is_restricted: false, files, renamed_to: None };
+    let info = RepoInfo { commit: cached.commit, is_restricted: false, is_private: false, files, renamed_to: None };
     let chosen = chosen_of(readme.as_deref(), &info, wanted).map_err(|error| cannot_choose(&repo, &error))?;
     match missing_shard(&chosen.files) {
         None => Ok((repo, info, chosen)),

@@ -82,6 +82,7 @@ codes! {
     InvalidDataset = "invalid_dataset", 422, false, "The dataset is not valid";
     InvalidModel = "invalid_model", 422, false, "The model cannot be used";
     InvalidAdapter = "invalid_adapter", 422, false, "The adapter cannot be used";
+    NoHubToken = "no_hub_token", 422, false, "The model hub needs a token";
     Unsupported = "unsupported", 422, false, "The request is not supported yet";
     IdempotencyMismatch = "idempotency_mismatch", 422, false, "The Idempotency-Key was used with another body";
     TooManyRequests = "too_many_requests", 429, true, "Too many requests";

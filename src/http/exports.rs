@@ -23,7 +23,7 @@ use super::rows::check_disk;
 use crate::export::{ExportDtype, ExportError, ExportFormat, ExportRequest, ExportResult, Survived};
 use crate::id::{CheckpointId, ExportId, JobId};
 use crate::protocol::FileEntry;
-use crate::store::{NewTask, TaskKind, TaskRow, clock_ms};
+use crate::store::{CheckpointRow, NewTask, TaskKind, TaskRow, clock_ms};
 use crate::task::{TaskProgress, TaskState};
 
 pub(crate) use exporting::run;
@@ -143,23 +143,33 @@ async fn begin(state: AppState, id: CheckpointId, request: ExportRequest) -> Res
         Problem::new(Code::InvalidBody, format!("{field}: {why}")).item(format!("/{field}"), "invalid", why)
     })?;
     let checkpoint = state.store.checkpoint_get(id).await?;
+    let (row, is_new) = find_or_create(&state, &checkpoint, request).await?;
+    let status = if is_new { StatusCode::ACCEPTED } else { StatusCode::OK };
+    Answer::new(status, Some(format!("/exports/{}", row.id)), &Export::of(row)?)
+}
+
+/// Returns the queued, running or complete export of this request, or queues one. Also returns whether it is new.
+pub(super) async fn find_or_create(
+    state: &AppState,
+    checkpoint: &CheckpointRow,
+    request: ExportRequest,
+) -> Result<(TaskRow, bool), Problem> {
     let request = json!(request);
-    let known = state.store.task_list(TaskKind::Export, checkpoint.job, Some(id)).await?;
+    let known = state.store.task_list(TaskKind::Export, checkpoint.job, Some(checkpoint.id)).await?;
     let is_usable = |task: &TaskRow| !matches!(task.state, TaskState::Failed | TaskState::Cancelled);
     if let Some(same) = known.into_iter().find(|task| is_usable(task) && task.request == request) {
-        return Answer::new(StatusCode::OK, Some(format!("/exports/{}", same.id)), &Export::of(same)?);
+        return Ok((same, false));
     }
-    check_disk(&state)?;
+    check_disk(state)?;
     let new = NewTask {
         id: ExportId::new().to_string(),
         kind: TaskKind::Export,
         job: checkpoint.job,
-        checkpoint: id,
+        checkpoint: checkpoint.id,
         step: checkpoint.step,
         request,
     };
-    let row = state.store.task_create(new, clock_ms()).await?;
-    Answer::new(StatusCode::ACCEPTED, Some(format!("/exports/{}", row.id)), &Export::of(row)?)
+    Ok((state.store.task_create(new, clock_ms()).await?, true))
 }
 
 /// List the exports of a checkpoint, newest first.

@@ -61,15 +61,15 @@ struct Summary {
 
 /// Development of a metric over the job.
 #[derive(Debug, Serialize, ToSchema)]
-struct Course {
+pub(super) struct Course {
     /// Value at the first step.
-    first: f64,
+    pub(super) first: f64,
     /// Value at the latest step.
-    last: f64,
+    pub(super) last: f64,
     /// Highest value of all steps.
-    best: f64,
+    pub(super) best: f64,
     /// Step of the highest value (the first of equal ones).
-    best_step: u64,
+    pub(super) best_step: u64,
     /// The latest value minus the first.
     change: f64,
 }
@@ -145,7 +145,8 @@ async fn get_summary(
     }))
 }
 
-fn course(steps: &[StepRow], kind: SamplePhase, key: &str) -> Option<Course> {
+/// Follows a metric over the steps of one kind; `None` if no step has it.
+pub(super) fn course(steps: &[StepRow], kind: SamplePhase, key: &str) -> Option<Course> {
     let of_kind = steps.iter().filter(|step| step.kind == kind);
     let mut values = of_kind.filter_map(|step| Some((step.step, step.metrics.get(key).copied().flatten()?)));
     let (first_step, first) = values.next()?;

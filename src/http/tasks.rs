@@ -1,4 +1,4 @@
-//! Runs long tasks on checkpoints, one of each kind at a time. Shared by verdicts and exports.
+//! Runs long tasks on checkpoints, one of each kind at a time. Shared by verdicts, exports and pushes.
 
 use std::future::Future;
 use std::time::Duration;
@@ -13,7 +13,7 @@ const PAUSE: Duration = Duration::from_secs(5);
 /// Interval at which a running task is checked even without a notification.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Runs the tasks of one kind: verdicts or exports.
+/// Runs the tasks of one kind: verdicts, exports or pushes.
 pub(super) trait Work: Send + Sync {
     const KIND: TaskKind;
 
@@ -26,7 +26,7 @@ pub(super) trait Work: Send + Sync {
     }
 }
 
-/// Runs the queued tasks of one kind (verdicts or exports) until the server stops.
+/// Runs the queued tasks of one kind (verdicts, exports or pushes) until the server stops.
 pub(super) async fn run(state: AppState, work: impl Work) {
     let kind = work_kind(&work);
     let mut changed = state.store.tasks_changed();
@@ -40,7 +40,7 @@ pub(super) async fn run(state: AppState, work: impl Work) {
                     tracing::error!(
                         task = row.id,
                         error = with_causes(&error),
-                        "could not store the end of a task (a verdict or an export)"
+                        "could not store the end of a task (a verdict, an export or a push)"
                     );
                 }
             }

@@ -86,7 +86,16 @@ impl User {
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("RLOOD_")) {
             command.env_remove(name);
         }
-        for name in ["XDG_CONFIG_HOME", "XDG_STATE_HOME", "NO_COLOR", "COMPLETE"] {
+        for name in [
+            "XDG_CONFIG_HOME",
+            "XDG_STATE_HOME",
+            "XDG_CACHE_HOME",
+            "NO_COLOR",
+            "COMPLETE",
+            "HF_TOKEN",
+            "HF_TOKEN_PATH",
+            "HF_HOME",
+        ] {
             command.env_remove(name);
         }
         command.env("HOME", self.dir.path()).current_dir(self.dir.path()).stdin(Stdio::null());

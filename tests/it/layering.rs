@@ -27,6 +27,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "outgoing",
     "preflight",
     "protocol",
+    "push",
     "rollout",
     "scopes",
     "spec",

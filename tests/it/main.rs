@@ -62,6 +62,7 @@ mod preempt;
 mod preflight;
 mod processes;
 mod protocol;
+mod pushes;
 mod python_rewards;
 mod rescore;
 mod retention;

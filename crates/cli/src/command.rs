@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::Subcommand;
 
 use crate::commands::{
-    compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, profile, pull,
+    compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, profile, pull, push,
     rewards, samples, show, submit, transitions, verdict, wait, watch,
 };
 use crate::context::with;
@@ -44,6 +44,8 @@ pub enum Command {
     Pull(pull::Pull),
     /// Merge a checkpoint into its base model on the server, and download the result.
     Export(export::Export),
+    /// Push a checkpoint to a repository of the model hub, with a model card. An interrupted push resumes.
+    Push(push::Push),
     /// Compare a trained model with its base model on rows that were not trained on, with a confidence interval.
     Verdict(verdict::Verdict),
     /// Cancel jobs. Saved checkpoints are kept.
@@ -94,6 +96,10 @@ async fn dispatch(command: Command) -> Result<u8, CliError> {
         Command::Rewards(args) => with(&args.common, async |context| rewards::run(context, &args).await).await,
         Command::Pull(args) => with(&args.common, async |context| pull::run(context, &args).await).await,
         Command::Export(args) => with(&args.common, async |context| export::run(context, &args).await).await,
+        Command::Push(args) => {
+            let common = push::with_token(&args.common);
+            with(&common, async |context| push::run(context, &args).await).await
+        }
         Command::Verdict(args) => with(&args.common, async |context| verdict::run(context, &args).await).await,
         Command::Cancel(args) => with(&args.common, async |context| transitions::cancel(context, &args).await).await,
         Command::Pause(args) => with(&args.common, async |context| transitions::pause(context, &args).await).await,

@@ -15,6 +15,7 @@ pub mod metrics;
 pub mod models;
 pub mod profile;
 pub mod pull;
+pub mod push;
 pub mod rewards;
 pub mod samples;
 pub mod show;

@@ -27,7 +27,7 @@ pub struct Common {
     #[arg(long, global = true, value_name = "NAME")]
     pub profile: Option<String>,
 
-    /// Hugging Face token for gated and private models and datasets. The server does not store it. Other users can see a flag in
+    /// Hugging Face token for gated and private models and datasets, and for pushes. The server does not store it. Other users can see a flag in
     /// the process list: prefer the variable.
     #[arg(long, global = true, env = "RLOOD_HUB_TOKEN", hide_env_values = true, value_name = "TOKEN")]
     pub hub_token: Option<String>,

@@ -28,6 +28,7 @@ mod context;
 mod error;
 mod files;
 mod follow;
+mod hub_token;
 mod job_file;
 mod listing;
 mod names;

@@ -10,6 +10,7 @@ pub(crate) mod generate;
 pub(crate) mod jobs;
 pub(crate) mod keys;
 pub(crate) mod models;
+pub(crate) mod pushes;
 pub(crate) mod records;
 pub(crate) mod rewards;
 pub(crate) mod serving;

@@ -60,6 +60,7 @@ pub use api::generate::{Generation, GenerationRequest};
 pub use api::jobs::{Fork, Job, JobAlert, JobEnding, JobFilter, Marked, Preflight, Validation};
 pub use api::keys::{ApiKey, AuditEvent, AuditFilter, KeyState, NewApiKey, NewKey, RevokedApiKey, RevokedKeyWebhook};
 pub use api::models::{Model, ModelCard};
+pub use api::pushes::Push;
 pub use api::records::{
     Durations, ExportForm, LogLine, MetricTrend, MetricsQuery, MetricsRow, SampleQuery, SampleSort, Summary,
     SummaryCheckpoints,

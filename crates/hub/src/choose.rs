@@ -93,7 +93,7 @@ impl Hub {
         let others =
             info.files.iter().filter(|file| OPTIONAL_FILES.contains(&file.path.as_str()) || is_template(&file.path));
         files.extend(others.cloned());
-        let RepoInfo { commit, is_restricted, files: _, renamed_to } = info;
+        let RepoInfo { commit, is_restricted, is_private: _, files: _, renamed_to } = info;
         Ok(RepoPlan { repo: repo.clone(), commit, is_restricted, files, config, renamed_to })
     }
 

@@ -147,6 +147,64 @@ pub enum HubError {
         /// Hash of the downloaded bytes.
         found: String,
     },
+    /// Offline mode forbids a push.
+    #[error("offline mode is on (HF_HUB_OFFLINE), so nothing can be pushed to {repo}: turn offline mode off")]
+    OfflinePush {
+        /// Id of the repository.
+        repo: String,
+    },
+    /// A push has no token.
+    #[error(
+        "a push to {repo} needs a token of the hub with write permission: set HF_TOKEN, or send the header x-hub-token"
+    )]
+    NoToken {
+        /// Id of the repository.
+        repo: String,
+    },
+    /// The token may not create the repository or write to it.
+    #[error("{} (the hub says: {detail})", refused_write(repo, *exists))]
+    MayNotWrite {
+        /// Id of the repository.
+        repo: String,
+        /// Whether the repository exists.
+        exists: bool,
+        /// The Hub's message.
+        detail: String,
+    },
+    /// The account has no storage left on the Hub.
+    #[error(
+        "the hub has no room for {repo}: free up or buy storage there, or push to another account (the hub says: {detail})"
+    )]
+    NoRoom {
+        /// Id of the repository.
+        repo: String,
+        /// The Hub's message.
+        detail: String,
+    },
+    /// The repository holds something else than what is pushed.
+    #[error(
+        "{repo} already holds another kind of model (it has the file {path}): push to another repository or revision"
+    )]
+    OtherContent {
+        /// Id of the repository.
+        repo: String,
+        /// The file that shows it.
+        path: String,
+    },
+    /// The repository is public, but a private one was requested.
+    #[error(
+        "{repo} exists and is public, but a private repository was requested: make it private in its settings, or choose another name"
+    )]
+    Public {
+        /// Id of the repository.
+        repo: String,
+    },
+    /// A file on this machine changed during the push.
+    #[error("{path} changed during the push: push again")]
+    Changed {
+        /// Path in the repository.
+        path: String,
+    },
     /// A file operation on this machine failed.
     #[error("cannot {doing} {}: {source}", path.display())]
     Disk {
@@ -168,8 +226,21 @@ fn advice(found: &str) -> &'static str {
     }
 }
 
+/// Returns why a repository cannot be written to, and what to do.
+fn refused_write(repo: &str, exists: bool) -> String {
+    match exists {
+        true => format!(
+            "the token may not write to {repo}: use a token with write permission, or another name if the repository belongs to another account"
+        ),
+        false => format!(
+            "the token may not create {repo}: use a token with write permission, of an account that may create repositories in {}",
+            repo.split('/').next().unwrap_or(repo)
+        ),
+    }
+}
+
 impl HubError {
-    /// Returns whether the download may succeed later, because the Hub is unreachable or overloaded.
+    /// Returns whether the download or push may succeed later, because the Hub is unreachable or overloaded.
     pub fn is_transient(&self) -> bool {
         match self {
             HubError::Unreachable { .. } => true,

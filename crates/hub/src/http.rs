@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use reqwest::header::{ACCEPT_ENCODING, HeaderMap, LOCATION, RANGE, RETRY_AFTER};
-use reqwest::{Client, Response, StatusCode};
+use reqwest::{Client, RequestBuilder, Response, StatusCode};
 use rlood_types::outgoing::OutgoingPolicy;
 use tokio::time::{sleep, timeout};
 use url::Url;
@@ -12,7 +12,7 @@ use crate::error::HubError;
 use crate::id::{Repo, RepoKind};
 
 /// Maximum number of redirects of one request, including those to the CDN.
-const MAX_HOPS: usize = 5;
+pub(crate) const MAX_HOPS: usize = 5;
 /// Maximum time in which a request gets no answer or no byte.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum number of consecutive attempts at a request or file in which no byte arrives.
@@ -94,6 +94,18 @@ impl Hub {
         Hub { client: self.client.clone(), settings: HubSettings { token, ..self.settings.clone() } }
     }
 
+    pub(crate) fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// Adds the token to a request, which must go to the Hub itself.
+    pub(crate) fn with_authorization(&self, request: RequestBuilder) -> RequestBuilder {
+        match &self.settings.token {
+            Some(Token(token)) => request.bearer_auth(token),
+            None => request,
+        }
+    }
+
     pub(crate) fn url<'a>(&self, parts: impl IntoIterator<Item = &'a str>) -> Result<Url, HubError> {
         let mut url = self.settings.endpoint.clone();
         let mut segments = url.path_segments_mut().map_err(|()| HubError::NotUnderstood("its address".to_owned()))?;
@@ -149,10 +161,8 @@ impl Hub {
         let mut at = url.clone();
         for _ in 0..=MAX_HOPS {
             let is_hub = is_same_origin(&at, &self.settings.endpoint);
-            let mut request = self.client.get(at.clone()).header(ACCEPT_ENCODING, "identity");
-            if let Some(Token(token)) = self.settings.token.as_ref().filter(|_| is_hub) {
-                request = request.bearer_auth(token);
-            }
+            let request = self.client.get(at.clone()).header(ACCEPT_ENCODING, "identity");
+            let mut request = if is_hub { self.with_authorization(request) } else { request };
             if let Some(range) = &range {
                 request = request.header(RANGE, range);
             }
@@ -184,7 +194,8 @@ impl Hub {
         Err(HubError::BadRedirect("there are more than five redirects in a row").into())
     }
 
-    fn follow(&self, from: &Url, location: Option<&str>) -> Result<Url, HubError> {
+    /// Returns the address that a redirect or an answer of the Hub names, if it may be used.
+    pub(crate) fn follow(&self, from: &Url, location: Option<&str>) -> Result<Url, HubError> {
         let location = location.ok_or(HubError::BadRedirect("the redirect has no target"))?;
         let to = from.join(location).map_err(|_| HubError::BadRedirect("the redirect's target is not a URL"))?;
         if is_same_origin(&to, &self.settings.endpoint) {
@@ -196,7 +207,7 @@ impl Hub {
         self.settings.policy.check_url(to.as_str()).map_err(|source| HubError::Redirect { source })
     }
 
-    async fn error_of_response(&self, repo: &Repo, at: &Url, is_hub: bool, response: Response) -> Failed {
+    pub(crate) async fn error_of_response(&self, repo: &Repo, at: &Url, is_hub: bool, response: Response) -> Failed {
         let status = response.status();
         let wait = requested_wait(response.headers());
         let code = text(response.headers(), "x-error-code").unwrap_or_default().to_owned();
@@ -301,14 +312,19 @@ impl Attempts {
 
     /// Waits before the next attempt. Returns the failure as an error when no attempt is left.
     pub(crate) async fn pause_after(&mut self, failed: Failed) -> Result<(), HubError> {
+        self.pause_or_return(failed).await.map_err(|failed| failed.error)
+    }
+
+    /// Waits before the next attempt. Returns the failure when no attempt is left.
+    pub(crate) async fn pause_or_return(&mut self, failed: Failed) -> Result<(), Failed> {
         self.failed += 1;
         if !failed.is_transient || self.failed >= MAX_ATTEMPTS {
-            return Err(failed.error);
+            return Err(failed);
         }
         let doubled = self.first_delay.saturating_mul(1 << self.failed.min(8));
         let wait = failed.wait.unwrap_or(doubled);
         if wait > MAX_WAIT {
-            return Err(failed.error);
+            return Err(failed);
         }
         sleep(wait).await;
         Ok(())
@@ -334,7 +350,7 @@ fn message_of(body: &[u8]) -> String {
     message.unwrap_or("the server gave no reason").to_owned()
 }
 
-async fn read_whole(mut response: Response) -> Result<Vec<u8>, String> {
+pub(crate) async fn read_whole(mut response: Response) -> Result<Vec<u8>, String> {
     let mut whole = Vec::new();
     while let Some(piece) = next_piece(&mut response).await? {
         if whole.len() + piece.len() > MAX_JSON_BYTES {
@@ -368,7 +384,7 @@ fn prefix(kind: RepoKind) -> &'static [&'static str] {
     }
 }
 
-fn is_same_origin(one: &Url, other: &Url) -> bool {
+pub(crate) fn is_same_origin(one: &Url, other: &Url) -> bool {
     one.origin() == other.origin()
 }
 
@@ -379,7 +395,7 @@ pub(crate) fn host_of(url: &Url) -> String {
     }
 }
 
-fn with_causes(error: &dyn std::error::Error) -> String {
+pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
     rlood_types::error_text::with_causes(error)
 }
 

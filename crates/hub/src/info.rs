@@ -15,6 +15,8 @@ pub struct RepoInfo {
     pub commit: String,
     /// Whether the repository is private or gated (its license must be accepted), so that access requires a token.
     pub is_restricted: bool,
+    /// Whether the repository is private.
+    pub is_private: bool,
     /// All files of the repository.
     pub files: Vec<RepoFile>,
     /// The id under which the Hub has the repository now, if it differs from the requested one; `None` = it is the same.
@@ -91,7 +93,7 @@ impl Hub {
         let files = answer.siblings.into_iter().map(|sibling| file(repo, sibling)).collect::<Result<_, _>>()?;
         let is_restricted = answer.private || !matches!(answer.gated, Value::Null | Value::Bool(false));
         let renamed_to = answer.id.filter(|id| id != repo.id());
-        Ok(RepoInfo { commit: answer.sha, is_restricted, files, renamed_to })
+        Ok(RepoInfo { commit: answer.sha, is_restricted, is_private: answer.private, files, renamed_to })
     }
 
     fn info_url(&self, kind: RepoKind, id: &str, revision: &str) -> Result<url::Url, HubError> {

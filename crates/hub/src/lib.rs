@@ -1,5 +1,5 @@
 //! Client for the Hugging Face Hub: looks up a repository, selects the files that a model needs, and downloads them with resume
-//! and verification of every byte.
+//! and verification of every byte; pushes files in one commit.
 //!
 //! The Hub's own Rust crate (hf-hub 1.0) does not resume or verify downloads, stores a CDN's error page as weights, and adds a
 //! second TLS stack. This crate uses the HTTP client that the caller provides, which enforces
@@ -24,7 +24,10 @@ mod info;
 mod outline;
 mod part;
 mod progress;
+mod push;
 mod ranges;
+mod upload;
+mod write;
 
 pub use cache::{Cached, find_cached, find_snapshot, verify_cached};
 pub use choose::{ConvertedFile, RepoPlan};
@@ -37,3 +40,4 @@ pub use id::{InvalidRepo, Repo, RepoKind};
 pub use info::{RepoFile, RepoInfo};
 pub use outline::clean_parts;
 pub use progress::Progress;
+pub use push::{Push, PushContent, PushFile, Pushed};

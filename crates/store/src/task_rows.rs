@@ -1,4 +1,4 @@
-//! Database rows of tasks (verdicts and exports), without the events that report them.
+//! Database rows of tasks (verdicts, exports and pushes), without the events that report them.
 
 use rlood_types::task::TaskState;
 use serde::{Deserialize, Serialize};
@@ -18,6 +18,8 @@ pub enum TaskKind {
     Verdict,
     /// Writes a checkpoint in another format.
     Export,
+    /// Uploads a checkpoint to a model hub.
+    Push,
 }
 
 impl TaskKind {
@@ -25,14 +27,15 @@ impl TaskKind {
         match self {
             TaskKind::Verdict => "verdict",
             TaskKind::Export => "export",
+            TaskKind::Push => "push",
         }
     }
 }
 
-/// A task: a verdict or an export.
+/// A task: a verdict, an export or a push.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TaskRow {
-    /// Id of the task: `vrd_…` or `exp_…`.
+    /// Id of the task: `vrd_…`, `exp_…` or `psh_…`.
     pub id: String,
     /// Kind of the task.
     pub kind: TaskKind,
@@ -46,7 +49,7 @@ pub struct TaskRow {
     pub state: TaskState,
     /// Number of times that the task was started.
     pub attempt: u64,
-    /// The request for the verdict or export, as JSON.
+    /// The request for the verdict, export or push, as JSON. It contains no token.
     pub request: Value,
     /// Number of completed units of work.
     pub done: u64,
@@ -69,7 +72,7 @@ pub struct TaskRow {
 /// A task to create.
 #[derive(Debug, Clone)]
 pub struct NewTask {
-    /// Id of the task: `vrd_…` or `exp_…`.
+    /// Id of the task: `vrd_…`, `exp_…` or `psh_…`.
     pub id: String,
     /// Kind of the task.
     pub kind: TaskKind,

@@ -1,4 +1,4 @@
-//! Tasks: long-running work on a checkpoint that is not a job. Verdicts and exports each have a state, a progress and a result.
+//! Tasks: long-running work on a checkpoint that is not a job. Verdicts, exports and pushes each have a state, a progress and a result.
 //!
 //! ```text
 //! queued → running → succeeded | failed | cancelled
@@ -153,6 +153,8 @@ impl Store {
         task_event(&mut tx, &TaskRow::read(&ended)?, now).await?;
         self.commit(tx, doing).await?;
         self.wake_job(row.job);
+        // A push may wait for this export.
+        self.wake_tasks();
         Ok(())
     }
 
@@ -294,6 +296,8 @@ async fn task_event(tx: &mut SqliteConnection, row: &TaskRow, now: i64) -> Resul
                     let short = ["verdict", "summary", "difference", "interval", "rows"];
                     short.iter().map(|key| ((*key).to_owned(), value[*key].clone())).collect::<Map<_, _>>().into()
                 }
+                // Where a push went, and its commit.
+                TaskKind::Push => value.clone(),
                 TaskKind::Verdict | TaskKind::Export if key == "error" => value.clone(),
                 TaskKind::Verdict | TaskKind::Export => continue,
             };

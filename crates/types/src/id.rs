@@ -86,6 +86,8 @@ id_type!(/// A comparison of a checkpoint with its base model.
     VerdictId, "verdict", "vrd_");
 id_type!(/// An export of a checkpoint: its weights in another form.
     ExportId, "export", "exp_");
+id_type!(/// A push of a checkpoint to a model hub.
+    PushId, "push", "psh_");
 id_type!(/// A running worker process.
     WorkerId, "worker", "wrk_");
 id_type!(/// An API key; not its secret text, which begins with `rld_`.

@@ -16,6 +16,7 @@ pub mod openai;
 pub mod outgoing;
 pub mod preflight;
 pub mod protocol;
+pub mod push;
 pub mod rollout;
 pub mod scopes;
 pub mod serving;

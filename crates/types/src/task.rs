@@ -1,9 +1,9 @@
-//! The state and the progress of a task: a verdict or an export.
+//! The state and the progress of a task: a verdict, an export or a push.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The state of a verdict or an export.
+/// The state of a verdict, an export or a push.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TaskState {
@@ -40,10 +40,10 @@ impl TaskState {
     }
 }
 
-/// Progress of a verdict or an export.
+/// Progress of a verdict, an export or a push.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct TaskProgress {
-    /// Number of completed units of work: weights of an export, or rows of a verdict that were sampled or scored.
+    /// Number of completed units of work: weights of an export, rows of a verdict that were sampled or scored, bytes of a push.
     pub done: u64,
     /// Total number of units of work; 0 = not known yet.
     pub total: u64,

@@ -171,16 +171,30 @@ class Client:
 
     def export(self, checkpoint: str, to: FilePath, timeout: Seconds = None, **request: Any) -> types.Export:
         """Merges a checkpoint, or a job's best one, into its base model: a folder for transformers. `dtype="float32"`…"""
-        if checkpoint.startswith("job_"):
-            marked = self.request("GET", f"/jobs/{checkpoint}/summary")["checkpoints"]
-            checkpoint = (marked["best"] or marked["last"] or {"id": checkpoint})["id"]
-        made = self.request("POST", f"/checkpoints/{checkpoint}/exports", {"format": "merged", **request})
+        path = f"/checkpoints/{self._checkpoint(checkpoint)}/exports"
+        made = self.request("POST", path, {"format": "merged", **request})
         ask = lambda _: self.request("GET", f"/exports/{made['id']}")  # noqa: E731
         export = self._until_over(timeout, f"export {made['id']}", ask)
         if export["state"] != "succeeded":
             raise Error(0, "export_" + export["state"], str((export.get("error") or {}).get("message", export["id"])))
         self.pull(export["id"], to)
         return export
+
+    def push(self, checkpoint: str, repo: str, timeout: Seconds = None, **request: Any) -> types.Push:
+        """Uploads a checkpoint, or a job's best one, to the hub as `repo`, with `hub_token`. `format="merged"`, `private=True`…"""
+        path = f"/checkpoints/{self._checkpoint(checkpoint)}/pushes"
+        made = self.request("POST", path, {"repo": repo, **request})
+        ask = lambda _: self.request("GET", f"/pushes/{made['id']}")  # noqa: E731
+        push = self._until_over(timeout, f"push {made['id']}", ask)
+        if push["state"] != "succeeded":
+            raise Error(0, "push_" + push["state"], str((push.get("error") or {}).get("message", push["id"])))
+        return push
+
+    def _checkpoint(self, id: str) -> str:
+        if not id.startswith("job_"):
+            return id
+        marked = self.request("GET", f"/jobs/{id}/summary")["checkpoints"]
+        return (marked["best"] or marked["last"] or {"id": id})["id"]
 
     def upload_dataset(self, source: Union[FilePath, Rows], name: Optional[str] = None, **recipe: Any) -> types.Dataset:
         """Uploads rows or a file (JSON Lines, JSON, CSV, TSV, Parquet). `map`, `limit` and `seed` transform the rows."""

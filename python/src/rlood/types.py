@@ -96,7 +96,7 @@ ExportId = str
 
 
 class TaskProgress(TypedDict):
-    """Progress of a verdict or an export."""
+    """Progress of a verdict, an export or a push."""
 
     done: int
     total: int
@@ -1755,6 +1755,64 @@ class Problem(TypedDict):
     status: int
     title: str
     type: str
+
+
+class PushError(TypedDict):
+    """Why a push failed."""
+
+    code: str
+    message: str
+
+PushFormat = Literal["adapter", "merged"]
+
+PushId = str
+
+PushStage = Literal["exporting", "uploading"]
+
+
+class _PushRequired(TypedDict):
+    card: bool
+    checkpoint_id: CheckpointId
+    created_at: Time
+    format: PushFormat
+    id: PushId
+    job_id: JobId
+    private: bool
+    progress: TaskProgress
+    repo: str
+    revision: str
+    state: TaskState
+    step: int
+    with_samples: bool
+
+
+class Push(_PushRequired, total=False):
+    """A push of a checkpoint to the model hub."""
+
+    commit: Optional[str]
+    dtype: Optional[ExportDtype]
+    error: Optional[PushError]
+    export_id: Optional[ExportId]
+    finished_at: Optional[Time]
+    is_new: Optional[bool]
+    stage: Optional[PushStage]
+    started_at: Optional[Time]
+    url: Optional[str]
+
+
+class _PushRequestRequired(TypedDict):
+    repo: str
+
+
+class PushRequest(_PushRequestRequired, total=False):
+    """A request to push a checkpoint to a model hub."""
+
+    card: bool
+    dtype: Optional[ExportDtype]
+    format: Optional[PushFormat]
+    private: bool
+    revision: Optional[str]
+    with_samples: bool
 
 SamplePhase = Literal["train", "eval"]
 

@@ -67,7 +67,8 @@ pub(in crate::http) async fn client(state: &AppState, caller: &Caller) -> Result
     build(state, caller.hub_token().cloned().or(own)).await
 }
 
-async fn build(state: &AppState, token: Option<crate::hub::Token>) -> Result<Hub, Problem> {
+/// A hub client with this token.
+pub(in crate::http) async fn build(state: &AppState, token: Option<crate::hub::Token>) -> Result<Hub, Problem> {
     let environment = &state.config.hub.environment;
     let policy = reach::outgoing(state).await?;
     let client = restricted_client(&policy, state.config.hub.proxy.as_ref()).map_err(Problem::internal)?;
@@ -87,7 +88,7 @@ pub(in crate::http) fn cache<'s>(state: &'s AppState, caller: &Caller) -> Option
 }
 
 /// Whether this caller may use the server's own token and the cache of its account.
-fn has_own_rights(state: &AppState, caller: &Caller) -> bool {
+pub(in crate::http) fn has_own_rights(state: &AppState, caller: &Caller) -> bool {
     match state.config.hub.token_for {
         HubTokenFor::Everyone => true,
         HubTokenFor::Admins => caller.sees().is_none(),

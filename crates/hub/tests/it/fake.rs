@@ -1,5 +1,8 @@
 //! A fake Hub on one port and its CDN on another. They answer like the real ones, and inject faults on request.
 
+#[path = "fake/uploads.rs"]
+pub mod uploads;
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -63,15 +66,38 @@ pub struct Faults {
     /// The CDN sends this many bytes of a file, and the rest after `released`.
     pub held_after: Option<usize>,
     pub released: Arc<AtomicBool>,
+    /// The LFS batch asks for parts of this many bytes.
+    pub part_bytes: Option<usize>,
+    /// The storage closes the connection of an upload after this many bytes.
+    pub upload_cut_after: Option<usize>,
+    /// Number of times that the storage closes the connection.
+    pub upload_cuts: AtomicU32,
+    /// The storage answers 403 to an upload, this many times.
+    pub uploads_expired: AtomicU32,
+    /// The storage takes half of each upload, and the rest once this is false.
+    pub uploads_held: Arc<AtomicBool>,
+    /// Origin of the addresses to upload to, instead of the CDN.
+    pub upload_to: Option<String>,
+    /// The account has no storage left.
+    pub full: bool,
+    /// A commit is answered with 503, this many times.
+    pub commits_refused: AtomicU32,
+    /// A commit is made, and the connection is closed without an answer, this many times.
+    pub commits_unanswered: AtomicU32,
 }
 
 /// A repository, and the requests for it.
 pub struct Fake {
     pub files: BTreeMap<String, Vec<u8>>,
     pub faults: Faults,
-    /// Port, path, `Range` and `Authorization` of each request.
+    /// Port, method, path, `Range` and `Authorization` of each request.
     pub seen: Mutex<Vec<Seen>>,
     pub cdn: Mutex<String>,
+    pub hub: Mutex<String>,
+    /// Repositories that accept pushes.
+    pub uploads: uploads::Uploads,
+    /// Number of file bytes that the storage received.
+    pub received_bytes: AtomicU64,
     /// Number of file bytes that were requested from the CDN.
     pub sent_bytes: AtomicU64,
 }
@@ -79,6 +105,7 @@ pub struct Fake {
 #[derive(Debug, Clone)]
 pub struct Seen {
     pub cdn: bool,
+    pub method: Method,
     pub path: String,
     pub range: Option<String>,
     pub authorization: Option<String>,
@@ -112,8 +139,16 @@ pub fn model() -> BTreeMap<String, Vec<u8>> {
 
 /// Starts the Hub and the CDN.
 pub async fn start(files: BTreeMap<String, Vec<u8>>, faults: Faults) -> Running {
-    let fake =
-        Arc::new(Fake { files, faults, seen: Mutex::default(), cdn: Mutex::default(), sent_bytes: AtomicU64::new(0) });
+    let fake = Arc::new(Fake {
+        files,
+        faults,
+        seen: Mutex::default(),
+        cdn: Mutex::default(),
+        hub: Mutex::default(),
+        uploads: uploads::Uploads::default(),
+        received_bytes: AtomicU64::new(0),
+        sent_bytes: AtomicU64::new(0),
+    });
     let serve = async |router: Router| {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -123,16 +158,22 @@ pub async fn start(files: BTreeMap<String, Vec<u8>>, faults: Faults) -> Running 
     let cdn = serve(Router::new().fallback(cdn).with_state(fake.clone())).await;
     *fake.cdn.lock().unwrap() = cdn;
     let url = serve(Router::new().fallback(hub).with_state(fake.clone())).await;
+    fake.hub.lock().unwrap().clone_from(&url);
     Running { url, fake }
 }
 
 impl Running {
     /// Returns a client that may reach this machine and retries without delay.
     pub fn client(&self) -> Hub {
+        self.client_with(|_| {})
+    }
+
+    pub fn client_with(&self, change: impl FnOnce(&mut HubSettings)) -> Hub {
         let policy = OutgoingPolicy::parse(&["loopback"]).unwrap();
         let client = restricted_client_builder(&policy).build().unwrap();
         let mut settings = HubSettings::new(&self.url, policy).unwrap();
         settings.first_delay = std::time::Duration::from_millis(2);
+        change(&mut settings);
         Hub::new(client, settings)
     }
 
@@ -150,7 +191,7 @@ fn note(fake: &Fake, cdn: bool, request: &Request) {
     let text = |name| request.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
     let (range, authorization) = (text(header::RANGE), text(header::AUTHORIZATION));
     let path = request.uri().path().to_owned();
-    fake.seen.lock().unwrap().push(Seen { cdn, path, range, authorization });
+    fake.seen.lock().unwrap().push(Seen { cdn, method: request.method().clone(), path, range, authorization });
 }
 
 /// Returns the commit of a revision of a repository, and the folder of the files that differ there.
@@ -200,6 +241,9 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
         return (StatusCode::TOO_MANY_REQUESTS, [("ratelimit", "\"api\";r=0;t=0")], "").into_response();
     }
     let path = request.uri().path().to_owned();
+    if uploads::is_about_pushes(&path) {
+        return uploads::answer(&fake, request).await;
+    }
     let has_token = |token: &str| {
         request.headers().get(header::AUTHORIZATION).is_some_and(|given| given == format!("Bearer {token}").as_str())
     };
@@ -306,6 +350,9 @@ fn description(id: &str, commit: &str, siblings: &[Value], gated: bool) -> Respo
 
 async fn cdn(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     note(&fake, true, &request);
+    if request.uri().path().starts_with("/lfs/") {
+        return uploads::storage(&fake, request).await;
+    }
     let faults = &fake.faults;
     if take(&faults.unavailable) {
         return (StatusCode::SERVICE_UNAVAILABLE, "<html>an error page</html>").into_response();

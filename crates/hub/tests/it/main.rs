@@ -5,5 +5,6 @@
 mod downloads;
 mod fake;
 mod plans;
+mod pushes;
 mod python;
 mod ranges;
