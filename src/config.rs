@@ -110,6 +110,10 @@ pub enum Command {
     /// Started by the server: export the checkpoint of the task on standard input, write result lines to standard output.
     #[command(hide = true)]
     ExportCheckpoint(OneShotArgs),
+    /// Started by the server and by `rlood verify`: compute the log-probabilities of the task on standard input, write a report to
+    /// standard output.
+    #[command(hide = true)]
+    Certifier(OneShotArgs),
     /// Serve a reward model (a sequence-classification checkpoint) over HTTP: the reward contract v1, and OpenRLHF's remote reward
     /// model at the same address.
     RewardServer(RewardServerArgs),

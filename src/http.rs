@@ -11,6 +11,7 @@ pub mod audit;
 pub mod auth;
 pub mod browser;
 pub mod callbacks;
+pub mod certificates;
 mod compare;
 mod contract;
 mod cookie;
@@ -90,7 +91,7 @@ use crate::downloads::Downloads;
 use crate::files::DataDir;
 use crate::listen::{self, Connection};
 use crate::store::Store;
-use crate::supervisor::one_shot::{Generations, Preflights};
+use crate::supervisor::one_shot::{Certifications, Generations, Preflights};
 use error::{Code, IsProblem, Problem, REQUEST_ID, shortened};
 
 pub use openapi::openapi;
@@ -115,6 +116,8 @@ pub struct AppState {
     pub preflights: Option<Preflights>,
     /// Runs generation and comparison requests. None if this server starts no processes.
     pub generations: Option<Generations>,
+    /// Computes certificates of checkpoints that have none. None if this server starts no processes.
+    pub certifications: Option<Certifications>,
     /// Limits how many memory- or CPU-intensive requests run concurrently.
     pub heavy: heavy::Slots,
     /// Limits how many tests of reward services run concurrently.
@@ -160,6 +163,7 @@ impl AppState {
             requests: Arc::default(),
             preflights: None,
             generations: None,
+            certifications: None,
             heavy: heavy::Slots::new(slots),
             service_tests: heavy::Slots::new(heavy::MAX_SERVICE_TESTS),
             searches: heavy::Slots::new(samples::SEARCHES),
@@ -189,6 +193,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(generate::routes())
         .merge(verdicts::routes())
         .merge(exports::routes())
+        .merge(certificates::routes())
         .merge(sparklines::routes())
         .merge(dataset_preview::routes())
         .merge(demo::routes())

@@ -34,7 +34,7 @@ use crate::reward::client::{Pace, RewardClient};
 use crate::store::leases::LeaseWatch;
 use crate::store::recovery::{RecoveryError, recover};
 use crate::store::{Store, StoreError, clock_ms};
-use crate::supervisor::one_shot::{Exports, Generations, Preflights, Verdicts};
+use crate::supervisor::one_shot::{Certifications, Exports, Generations, Preflights, Verdicts};
 use crate::supervisor::{Children, Lost, Supervisor};
 use crate::webhook_sender::{WebhookSender, WebhookSenderError};
 use disk::DiskWatch;
@@ -275,6 +275,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     state.preflights = Some(Preflights::new(&children));
     let stop_children = CancellationToken::new();
     state.generations = Some(Generations::new(&children, stop_children.clone()));
+    state.certifications = Some(Certifications::new(&children, stop_children.clone()));
     if let Err(problem) = http::models::hub::resume(&state).await {
         tracing::warn!(?problem, "unfinished downloads of models could not be resumed");
     }

@@ -176,7 +176,7 @@ pub(super) async fn find(state: &AppState, job: &JobRow, choice: CheckpointChoic
 }
 
 /// Returns the job's base model, if its files are the same as when the job was accepted.
-async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<ModelRow, Problem> {
+pub(super) async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<ModelRow, Problem> {
     let id = plan.model.id.clone();
     let refused = |detail: String| Problem::new(Code::InvalidModel, detail);
     let row = match state.store.model_get(&id).await {

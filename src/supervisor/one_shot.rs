@@ -14,6 +14,8 @@ use tokio::process::{Child, Command};
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
+use rlood_types::certificate::{CertifyReport, CertifyTask};
+
 use super::{Children, Tail, pass_on};
 use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY};
 use crate::export::{ExportLine, ExportTask};
@@ -43,6 +45,9 @@ pub type Preflights = OneShot<PreflightTask, PreflightReport>;
 /// Generates completions with the base model and a checkpoint: `rlood generator`.
 pub type Generations = OneShot<GenerateTask, GenerateReport>;
 
+/// Computes certificates of checkpoints: `rlood certifier`.
+pub type Certifications = OneShot<CertifyTask, CertifyReport>;
+
 /// Compares checkpoints with their base models: `rlood judge`.
 pub type Verdicts = OneShot<JudgeTask, ChildLine<VerdictRow, JudgeReport>>;
 
@@ -69,6 +74,13 @@ impl Generations {
     /// Runs on the CPU, with the threads of one worker; `stop` kills the children.
     pub fn new(children: &Children, stop: CancellationToken) -> Self {
         Self::of(Arc::new(Kind::new(children, "generator", Device::Cpu, GENERATE_GRACE, stop)))
+    }
+}
+
+impl Certifications {
+    /// Runs on the CPU, with the threads of one worker; `stop` kills the children.
+    pub fn new(children: &Children, stop: CancellationToken) -> Self {
+        Self::of(Arc::new(Kind::new(children, "certifier", Device::Cpu, Duration::ZERO, stop)))
     }
 }
 

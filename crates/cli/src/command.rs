@@ -6,7 +6,7 @@ use clap::Subcommand;
 
 use crate::commands::{
     compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, profile, pull,
-    rewards, samples, show, submit, transitions, verdict, wait, watch,
+    rewards, samples, show, submit, transitions, verdict, verify, wait, watch,
 };
 use crate::context::with;
 use crate::error::CliError;
@@ -44,6 +44,8 @@ pub enum Command {
     Pull(pull::Pull),
     /// Merge a checkpoint into its base model on the server, and download the result.
     Export(export::Export),
+    /// Check by a checkpoint's certificate whether a server or a folder computes what the checkpoint computes.
+    Verify(verify::Verify),
     /// Compare a trained model with its base model on rows that were not trained on, with a confidence interval.
     Verdict(verdict::Verdict),
     /// Cancel jobs. Saved checkpoints are kept.
@@ -93,6 +95,7 @@ async fn dispatch(command: Command) -> Result<u8, CliError> {
         Command::Metrics(args) => with(&args.common, async |context| metrics::run(context, &args).await).await,
         Command::Rewards(args) => with(&args.common, async |context| rewards::run(context, &args).await).await,
         Command::Pull(args) => with(&args.common, async |context| pull::run(context, &args).await).await,
+        Command::Verify(args) => with(&args.common, async |context| verify::run(context, &args).await).await,
         Command::Export(args) => with(&args.common, async |context| export::run(context, &args).await).await,
         Command::Verdict(args) => with(&args.common, async |context| verdict::run(context, &args).await).await,
         Command::Cancel(args) => with(&args.common, async |context| transitions::cancel(context, &args).await).await,

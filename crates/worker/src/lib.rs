@@ -3,6 +3,7 @@
 //! only through the worker protocol.
 
 pub mod args;
+pub mod certify;
 pub mod device;
 mod exit;
 pub mod exporter;
