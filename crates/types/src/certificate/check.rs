@@ -209,3 +209,105 @@ fn best_scale(left: &dyn Fn(f64) -> f64) -> f64 {
     }
     (low + high) / 2.0
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A certificate of one prompt with these log-probabilities under the base model; the effect of scale s on token i is s·(i+1)·size.
+    fn certificate(size: f64) -> Certificate {
+        let at = |scale: f64| (0..20).map(|token| -3.0 + scale * f64::from(token + 1) * size).collect::<Vec<_>>();
+        let scaled: Vec<_> = [0.5, 2.0, 4.0].map(|factor| json!({"factor": factor, "logps": at(factor)})).into();
+        let lora = json!({"r": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": ["q_proj"], "use_rslora": false});
+        let document = json!({
+            "format": "rlood-certificate/1", "step": 1, "model": {"name": "m", "sha256": "0"}, "files": [], "lora": lora, "dtype": "f32",
+            "tokenizer": {"sha256": "0", "texts": []},
+            "effect": {"num_tokens": 20, "sum_nats": 1.0, "max_nats": 1.0, "rms_nats": 1.0},
+            "prompts": [{
+                "text": "a", "prompt_ids": (0..11).collect::<Vec<u32>>(), "continuation_ids": (0..10).collect::<Vec<u32>>(),
+                "continuation": vec!["x"; 10], "base": at(0.0), "trained": at(1.0), "scaled": scaled,
+            }],
+        });
+        Certificate::read(document.to_string().as_bytes()).unwrap()
+    }
+
+    /// What a server with this scale measures, with alternating noise.
+    fn measured(certificate: &Certificate, scale: f64, noise: f64) -> Vec<Measured> {
+        let prompt = &certificate.prompts[0];
+        let logp = |(index, (base, trained)): (usize, (&Option<f32>, &f32))| {
+            let base = f64::from(base.unwrap());
+            let sign = if index % 2 == 0 { 1.0 } else { -1.0 };
+            Some(base + scale * (f64::from(*trained) - base) + sign * noise)
+        };
+        vec![prompt.base.iter().zip(&prompt.trained).enumerate().map(logp).collect()]
+    }
+
+    #[test]
+    fn a_finding_follows_from_scale_noise_and_effect() {
+        // The effect of size 0.01 is 0.12 nats.
+        for (size, scale, noise, expected) in [
+            (0.01, 1.0, 0.0, Finding::Equal),
+            (0.01, 1.0, 0.004, Finding::Equal),
+            (0.01, 1.0, 0.02, Finding::LowPrecision),
+            (0.01, 1.0, 0.03, Finding::CannotTell),
+            (0.01, 0.0, 0.0, Finding::BaseModel),
+            (0.01, 0.0, 0.02, Finding::BaseModel),
+            (0.01, 2.0, 0.01, Finding::AppliedTwice),
+            (0.01, 0.5, 0.01, Finding::WrongScale),
+            (0.01, 1.2, 0.0, Finding::WrongScale),
+            (0.01, 1.0, 0.7, Finding::OtherWeights),
+            (1e-5, 1.0, 0.0, Finding::Equal),
+            (1e-5, 0.0, 1e-3, Finding::CannotTell),
+            (0.0, 1.0, 0.0, Finding::CannotTell),
+        ] {
+            let certificate = certificate(size);
+            let found =
+                compare(&certificate, &measured(&certificate, scale, noise), default_tolerance(certificate.dtype));
+            assert_eq!(found.finding, expected, "{size} {scale} {noise}: {found:?}");
+            if noise == 0.0 && size > 0.0 {
+                assert!((found.scale - scale).abs() < 0.02, "{size} {scale}: {found:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn tokens_without_a_measurement_are_left_out() {
+        let certificate = certificate(0.01);
+        let mut some = measured(&certificate, 1.0, 0.0);
+        some[0].iter_mut().step_by(2).for_each(|logp| *logp = None);
+        some[0][1] = Some(f64::NAN);
+        let found = compare(&certificate, &some, 0.005);
+        assert_eq!((found.num_tokens, found.finding), (9, Finding::Equal));
+        some[0].truncate(6);
+        assert_eq!(compare(&certificate, &some, 0.005).finding, Finding::CannotTell, "too few");
+        assert_eq!(compare(&certificate, &[], 0.005).num_tokens, 0);
+    }
+
+    #[test]
+    fn without_an_adapter_there_are_no_scales() {
+        let mut certificate = Certificate { lora: None, ..certificate(0.01) };
+        certificate.prompts[0].scaled.clear();
+        certificate.prompts[0].base[19] = None;
+        let judge = |scale| compare(&certificate, &measured_known(&certificate, scale), 0.005);
+        assert_eq!((judge(1.0).finding, judge(0.0).finding), (Finding::Equal, Finding::BaseModel));
+        assert_eq!((judge(2.0).finding, judge(2.0).num_tokens), (Finding::OtherWeights, 19));
+    }
+
+    fn measured_known(certificate: &Certificate, scale: f64) -> Vec<Measured> {
+        let mut known = certificate.clone();
+        known.prompts[0].base[19] = Some(-3.0);
+        measured(&known, scale, 0.0)
+    }
+
+    #[test]
+    fn a_certificate_whose_lists_do_not_fit_is_refused() {
+        let mut broken = certificate(0.01);
+        broken.prompts[0].trained.pop();
+        let refused = Certificate::read(&serde_json::to_vec(&broken).unwrap()).unwrap_err();
+        assert!(refused.contains("prompts/0"), "{refused}");
+        let later = Certificate { format: "rlood-certificate/2".to_owned(), ..certificate(0.01) };
+        assert!(Certificate::read(&serde_json::to_vec(&later).unwrap()).unwrap_err().contains("rlood-certificate/2"));
+    }
+}
