@@ -16,6 +16,7 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::artifacts::file_of;
 use super::auth::Caller;
+use super::auth::models::plain_id;
 use super::download::{RangeHeaders, send_file};
 use super::error::{Code, Problem, ProblemBody};
 use super::extract::Path;
@@ -94,6 +95,7 @@ async fn computed(state: &AppState, caller: &Caller, row: &CheckpointRow) -> Res
     let plan = state.store.job_get(row.job).await?.plan()?;
     let model = find_model(state, caller, &plan).await?;
     let task = CertifyTask::Certify {
+        model_name: plain_id(&plan.model.id).to_owned(),
         plan: Box::new(plan),
         model_dir: model.source.into(),
         checkpoint_dir: dir,

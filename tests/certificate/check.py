@@ -4,7 +4,7 @@ usage: tests/certificate/check.py BINARY [TABLE]
 
 Trains adapters of 1, 20 and 200 steps at the default rate, serves each with PEFT in torch over a small HTTP server, right and with
 every fault, and asks `rlood verify`. The same with exports as GGUF in llama.cpp. Fails where a right server is not found equal, a fault
-is found equal, or a fault whose effect is large enough gets another name. Writes the table of confusions to TABLE.
+is found equal, or another answer is given than is possible for the fault. Writes the table of confusions to TABLE.
 
 Needs torch, transformers, peft and xllamacpp.
 """
@@ -28,7 +28,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CASES = ROOT / "tests/fixtures/parity"
 MODELS = {"tiny": ROOT / "assets/tiny", "llama": CASES / "llama"}
 STEPS = [1, 20, 200]
-# The answers that are right for each way to serve; the first one is expected where the effect is large enough for the precision.
+# The answers that may be given for each way to serve. Where q and k are a small part of the update, an adapter in which only they are wrong
+# looks like one that is rounded.
 RIGHT = {
     "right": ["equal"],
     "right, merged": ["equal"],
@@ -37,7 +38,7 @@ RIGHT = {
     "half scale": ["wrong_scale"],
     "rsLoRA ignored": ["wrong_scale"],
     "q, k of the model not permuted": ["other_weights", "cannot_tell"],
-    "q, k of the adapter not permuted": ["other_weights", "wrong_scale", "cannot_tell"],
+    "q, k of the adapter not permuted": ["other_weights", "wrong_scale", "low_precision", "cannot_tell"],
     "other tokenizer": ["other_tokenizer"],
     "bf16": ["low_precision", "cannot_tell"],
     "merged in bf16": ["low_precision", "cannot_tell"],
@@ -82,10 +83,10 @@ class Rlood:
         """A job of so many steps with the default rate and adapter; its adapter's files are in `into`. Returns the checkpoint's id."""
         job = self.call("/jobs", {
             "model": model,
-            "dataset": {"records": [{"prompt": f"Say the number {n} in a few words.", "answer": "a lazy dog sleeps"} for n in range(8)]},
-            "rewards": [{"type": "text_similarity", "evaluation_metric": "fuzzy_match", "reference": "{{ item.answer }}"}],
-            "rloo": {"num_generations": 4}, "sampling": {"max_completion_length": 16}, "lora": {"use_rslora": use_rslora},
-            "training": {"prompts_per_step": 2, "max_steps": steps, "seed": 7},
+            "dataset": {"records": [{"prompt": f"Say the number {n} in a few words.", "answer": "a lazy dog sleeps"} for n in range(16)]},
+            "rewards": [{"type": "text_similarity", "evaluation_metric": "fuzzy_match", "reference": "{{ item.answer }}"}, {"type": "length"}],
+            "rloo": {"num_generations": 8}, "sampling": {"max_completion_length": 16}, "lora": {"use_rslora": use_rslora},
+            "training": {"prompts_per_step": 4, "max_steps": steps, "seed": 7},
         })["id"]
         while (view := self.call(f"/jobs/{job}"))["state"] not in ("succeeded", "failed", "cancelled"):
             time.sleep(0.1)

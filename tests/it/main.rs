@@ -8,6 +8,7 @@ mod artifacts;
 mod backup;
 mod bench;
 mod bounds;
+mod certificates;
 mod chaos;
 mod circles;
 mod cli;

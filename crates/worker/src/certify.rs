@@ -23,8 +23,9 @@ pub fn run(args: &OneShotArgs) -> Result<ExitCode, OneShotError> {
     let task: CertifyTask = one_shot::read_task()?;
     let device = args.device.to_string();
     let report = match &task {
-        CertifyTask::Certify { plan, model_dir, checkpoint_dir, step } => {
-            certify(&device, plan, model_dir, checkpoint_dir, *step).map(|one| CertifyReport::Certified(Box::new(one)))
+        CertifyTask::Certify { plan, model_name, model_dir, checkpoint_dir, step } => {
+            certify(&device, (plan, model_name, *step), model_dir, checkpoint_dir)
+                .map(|one| CertifyReport::Certified(Box::new(one)))
         }
         CertifyTask::Measure { model_dir, adapter_dir, certificate } => {
             measure(&device, model_dir, adapter_dir.as_deref(), certificate)
@@ -37,10 +38,9 @@ pub fn run(args: &OneShotArgs) -> Result<ExitCode, OneShotError> {
 /// Writes the certificate of a checkpoint, as its run would have.
 fn certify(
     device: &str,
-    plan: &Plan,
+    (plan, model_name, step): (&Plan, &str, u64),
     model_dir: &Path,
     checkpoint_dir: &Path,
-    step: u64,
 ) -> Result<Certificate, EngineError> {
     let backend = BackendKind::of_device(device)?;
     let text = Text::load(model_dir).map_err(EngineError::from)?;
@@ -51,7 +51,7 @@ fn certify(
         Some(_) => policy.load_lora(checkpoint_dir)?,
         None => policy.load_full(checkpoint_dir)?,
     }
-    let certificate = certifier.certify(&mut policy, &text, (plan, &plan.model.id, step))?;
+    let certificate = certifier.certify(&mut policy, &text, (plan, model_name, step))?;
     Ok(Certificate { files: weights_of(checkpoint_dir)?, ..certificate })
 }
 

@@ -84,7 +84,9 @@ impl Served {
         }
         let logprobs = match self.manner {
             Manner::Echo if body["echo"] == true => {
-                json!({"token_logprobs": [of_prompt.clone(), new_logps.iter().map(|logp| json!(logp)).collect()].concat()})
+                let all: Vec<Value> =
+                    of_prompt.iter().cloned().chain(new_logps.iter().map(|logp| json!(logp))).collect();
+                json!({"token_logprobs": all})
             }
             Manner::LlamaCpp => json!({"content": [{"id": new[0], "logprob": new_logps[0], "top_logprobs": []}]}),
             Manner::Texts => {

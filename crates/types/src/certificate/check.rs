@@ -19,10 +19,11 @@ const FLOOR: f64 = 1e-6;
 const MIN_TOKENS: usize = 8;
 /// A difference of this size (root mean square, in nats) that no scale explains is no rounding: the weights are others.
 const OTHER_WEIGHTS: f64 = 0.5;
-/// Distance from a scale up to which it counts as that scale.
+/// Distance from a scale up to which it counts as that scale, unless the precision is worse: rounding of weights moves the estimated
+/// scale by about its share of the effect.
 const NEAR: f64 = 0.05;
-/// Number of standard errors of the estimated scale up to which it counts as that scale.
-const STANDARD_ERRORS: f64 = 4.0;
+/// A difference counts as equal only up to this share of the effect, whatever the tolerance.
+const EQUAL_SHARE: f64 = 0.1;
 /// The scales that are tried: from slightly subtracted to far too large.
 const SCALES: (f64, f64) = (-0.5, 4.5);
 /// Number of scales that are tried first; the best of them is refined.
@@ -150,10 +151,9 @@ fn finding_of(comparison: &Comparison, has_adapter: bool) -> Finding {
     if !(effect >= MIN_EFFECT * precision) {
         return if precision > OTHER_WEIGHTS { Finding::OtherWeights } else { Finding::CannotTell };
     }
-    let error = STANDARD_ERRORS * precision / (effect * (num_tokens as f64).sqrt());
-    let is_near = |other: f64| (scale - other).abs() <= NEAR.max(error);
+    let is_near = |other: f64| (scale - other).abs() <= NEAR.max(precision / effect);
     match () {
-        () if is_near(1.0) && difference <= tolerance => Finding::Equal,
+        () if is_near(1.0) && difference <= tolerance.min(EQUAL_SHARE * effect) => Finding::Equal,
         () if is_near(1.0) => Finding::LowPrecision,
         () if is_near(0.0) => Finding::BaseModel,
         () if !has_adapter => Finding::OtherWeights,

@@ -15,6 +15,8 @@ pub enum CertifyTask {
     Certify {
         /// The plan of the job.
         plan: Box<Plan>,
+        /// Name of the base model, as in the adapter's config.
+        model_name: String,
         /// Directory of the base model.
         model_dir: PathBuf,
         /// Directory of the checkpoint.
