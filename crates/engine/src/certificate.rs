@@ -82,11 +82,11 @@ impl Certifier {
     /// Computes what the base model says about the prompts, if that is not known yet. `policy` is the base model, or has an adapter.
     ///
     /// # Errors
-    /// Fails if the model cannot be computed.
-    pub fn read_base(&mut self, policy: &Policy) -> Result<()> {
+    /// Fails if the model cannot be computed, or `stop` asks for the end.
+    pub fn read_base(&mut self, policy: &Policy, stop: &dyn Fn() -> bool) -> Result<()> {
         if self.base.is_none() {
             let prompts: Vec<&[u32]> = self.prompts.iter().map(|prompt| prompt.ids.as_slice()).collect();
-            self.base = Some(logps(policy, &prompts, Adapter::Off)?);
+            self.base = Some(logps(policy, &prompts, Adapter::Off, stop)?);
         }
         Ok(())
     }
@@ -95,30 +95,31 @@ impl Certifier {
     /// been called with the base model before.
     ///
     /// # Errors
-    /// Fails if the model cannot be computed, or a log-probability is not finite. The policy has its adapter in any case, unless it
+    /// Fails if the model cannot be computed, a log-probability is not finite, or `stop` asks for the end. The policy has its adapter in any case, unless it
     /// lost it when the device had no memory left.
     pub fn certify(
         &mut self,
         policy: &mut Policy,
         text: &Text,
         (plan, model_name, step): (&Plan, &str, u64),
+        stop: &dyn Fn() -> bool,
     ) -> Result<Certificate> {
         if !policy.trains_all() {
-            self.read_base(policy)?;
+            self.read_base(policy, stop)?;
         }
         let Some(base) = &self.base else {
             return Err(EngineError::Input("the base model's part of the certificate was not computed".to_owned()));
         };
         let all: Vec<&[u32]> = self.prompts.iter().map(|prompt| prompt.ids.as_slice()).collect();
-        let trained = logps(policy, &all, Adapter::On)?;
+        let trained = logps(policy, &all, Adapter::On, stop)?;
         let mut order: Vec<(usize, f64)> =
             base.iter().zip(&trained).map(|(base, trained)| distance(base, trained)).enumerate().collect();
         // Of equal differences the first prompt comes first, because the sort is stable.
         order.sort_by(|one, other| other.1.total_cmp(&one.1));
         order.truncate(MAX_PROMPTS);
         let chosen: Vec<&TokenizedText> = order.iter().map(|(index, _)| &self.prompts[*index]).collect();
-        let prompts =
-            prompts(policy, text, &chosen, &order.iter().map(|(index, _)| &base[*index]).collect::<Vec<_>>())?;
+        let base: Vec<&Vec<f32>> = order.iter().map(|(index, _)| &base[*index]).collect();
+        let prompts = prompts(policy, text, (&chosen, &base), stop)?;
         Ok(Certificate {
             format: FORMAT.to_owned(),
             step,
@@ -144,19 +145,20 @@ fn distance(base: &[f32], trained: &[f32]) -> f64 {
 fn prompts(
     policy: &mut Policy,
     text: &Text,
-    chosen: &[&TokenizedText],
-    base: &[&Vec<f32>],
+    (chosen, base): (&[&TokenizedText], &[&Vec<f32>]),
+    stop: &dyn Fn() -> bool,
 ) -> Result<Vec<CertifiedPrompt>> {
-    let continuations = continuations(policy, text, chosen)?;
+    let continuations = continuations(policy, text, chosen, stop)?;
     let whole: Vec<Vec<u32>> =
         chosen.iter().zip(&continuations).map(|(prompt, more)| [&prompt.ids[..], more].concat()).collect();
     let whole: Vec<&[u32]> = whole.iter().map(Vec::as_slice).collect();
-    let trained = logps(policy, &whole, Adapter::On)?;
+    let trained = logps(policy, &whole, Adapter::On, stop)?;
     // Without an adapter, there is no base model here to score the continuations with.
     let of_base: Vec<Vec<Option<f32>>> = match policy.trains_all() {
-        false => {
-            logps(policy, &whole, Adapter::Off)?.into_iter().map(|row| row.into_iter().map(Some).collect()).collect()
-        }
+        false => logps(policy, &whole, Adapter::Off, stop)?
+            .into_iter()
+            .map(|row| row.into_iter().map(Some).collect())
+            .collect(),
         true => {
             let padded = |(base, trained): (&&Vec<f32>, &Vec<f32>)| {
                 let mut row: Vec<Option<f32>> = base.iter().copied().map(Some).collect();
@@ -177,7 +179,7 @@ fn prompts(
     factors.dedup();
     let mut scaled: Vec<Vec<Scaled>> = vec![Vec::new(); chosen.len()];
     for factor in factors {
-        let rows = policy.with_adapter_scaled(factor, |policy| logps(policy, &whole, Adapter::On))?;
+        let rows = policy.with_adapter_scaled(factor, |policy| logps(policy, &whole, Adapter::On, stop))?;
         for (scaled, logps) in scaled.iter_mut().zip(rows) {
             scaled.push(Scaled { factor, logps });
         }
@@ -199,7 +201,12 @@ fn prompts(
 }
 
 /// The policy's greedy continuations, EOS included.
-fn continuations(policy: &Policy, text: &Text, prompts: &[&TokenizedText]) -> Result<Vec<Vec<u32>>> {
+fn continuations(
+    policy: &Policy,
+    text: &Text,
+    prompts: &[&TokenizedText],
+    stop: &dyn Fn() -> bool,
+) -> Result<Vec<Vec<u32>>> {
     let asked: Vec<GeneratePrompt<'_>> =
         (0..).zip(prompts).map(|(row, prompt)| GeneratePrompt { row, ids: &prompt.ids }).collect();
     let request = GenerateRequest {
@@ -214,9 +221,13 @@ fn continuations(policy: &Policy, text: &Text, prompts: &[&TokenizedText]) -> Re
         adapter: Adapter::On,
         max_rows: MAX_PROMPTS,
     };
-    let groups = generate(policy, text, &request, &|| false)?.unwrap_or_default();
+    let groups = generate(policy, text, &request, stop)?.ok_or_else(stopped)?;
     let generated = groups.into_iter().flatten();
     generated.map(|one| Ok(one.segments.completion()?.to_vec())).collect()
+}
+
+fn stopped() -> EngineError {
+    EngineError::Input("the certificate was not finished, because the run is to stop".to_owned())
 }
 
 /// What each token adds to the text of the tokens before it. A token that is a part of a character may add nothing.
@@ -243,11 +254,19 @@ pub fn weights_of(dir: &Path) -> Result<Vec<FileEntry>> {
 /// Computes the log-probability of each token but the first, in nats, for sequences of at least 2 tokens: `[sequences][tokens - 1]`.
 ///
 /// # Errors
-/// Fails if a log-probability is not finite.
-pub fn logps(policy: &Policy, sequences: &[&[u32]], adapter: Adapter) -> Result<Vec<Vec<f32>>> {
+/// Fails if a log-probability is not finite, or `stop` asks for the end between two batches.
+pub fn logps(
+    policy: &Policy,
+    sequences: &[&[u32]],
+    adapter: Adapter,
+    stop: &dyn Fn() -> bool,
+) -> Result<Vec<Vec<f32>>> {
     let mut rows = Vec::with_capacity(sequences.len());
     let mut left = sequences;
     while !left.is_empty() {
+        if stop() {
+            return Err(stopped());
+        }
         let mut tokens = 0;
         let fits = |sequence: &&&[u32]| {
             tokens += sequence.len();

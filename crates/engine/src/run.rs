@@ -227,7 +227,7 @@ impl<'a> Run<'a> {
 fn certifier(policy: &Policy, text: &Text, input: &TrainInput<'_>) -> Result<Certifier, EngineError> {
     let mut certifier = Certifier::new(text, input.model_dir, policy.card().max_position_embeddings, input.plan)?;
     if input.plan.lora.is_none() {
-        certifier.read_base(policy)?;
+        certifier.read_base(policy, &|| false)?;
     }
     Ok(certifier)
 }

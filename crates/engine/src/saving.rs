@@ -78,8 +78,12 @@ fn certificate(run: &mut Run<'_>) -> Result<Option<Certificate>, RunEnd> {
     let (plan, model) = (run.plan, &mut run.model);
     let had_adapter = model.policy.lora_config().is_some();
     let subject = (plan, run.files.model_name, run.progress.state.step);
-    match certifier.certify(&mut model.policy, &run.data.text, subject) {
+    let host = &*run.host;
+    // A process that has to end has no time for it. The server can compute it later.
+    let stop = || !matches!(host.stop(), None | Some(StopReason::Pause { .. }));
+    match certifier.certify(&mut model.policy, &run.data.text, subject, &stop) {
         Ok(certificate) => Ok(Some(certificate)),
+        Err(_) if stop() && model.policy.lora_config().is_some() == had_adapter => Ok(None),
         Err(error) if model.policy.lora_config().is_some() == had_adapter => {
             run.certifier = None;
             run.host.event(certificate_warning(&error))?;

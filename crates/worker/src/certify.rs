@@ -46,12 +46,12 @@ fn certify(
     let text = Text::load(model_dir).map_err(EngineError::from)?;
     let mut policy = Policy::load_dtype(model_dir, backend, &plan.training)?;
     let mut certifier = Certifier::new(&text, model_dir, policy.card().max_position_embeddings, plan)?;
-    certifier.read_base(&policy)?;
+    certifier.read_base(&policy, &|| false)?;
     match plan.lora {
         Some(_) => policy.load_lora(checkpoint_dir)?,
         None => policy.load_full(checkpoint_dir)?,
     }
-    let certificate = certifier.certify(&mut policy, &text, (plan, model_name, step))?;
+    let certificate = certifier.certify(&mut policy, &text, (plan, model_name, step), &|| false)?;
     Ok(Certificate { files: weights_of(checkpoint_dir)?, ..certificate })
 }
 
@@ -79,7 +79,7 @@ fn measure(
         let detail = format!("the certificate has the token id {id}, but the model has only {vocab_size} tokens");
         return Err(EngineError::Input(detail));
     }
-    let rows = logps(&policy, &sequences, Adapter::On)?;
+    let rows = logps(&policy, &sequences, Adapter::On, &|| false)?;
     let logps = rows.into_iter().map(|row| row.into_iter().map(|logp| Some(f64::from(logp))).collect()).collect();
     Ok(CertifyReport::Measured { logps, ids })
 }

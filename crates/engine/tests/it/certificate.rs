@@ -47,13 +47,13 @@ fn trained(steps: u32, use_rslora: bool) -> (Policy, Text) {
 fn certify(policy: &mut Policy, text: &Text, plan: &Plan) -> Certificate {
     let dir = rlood_test_support::tiny_model();
     let mut certifier = Certifier::new(text, &dir, policy.card().max_position_embeddings, plan).unwrap();
-    certifier.certify(policy, text, (plan, "tiny", 1)).unwrap()
+    certifier.certify(policy, text, (plan, "tiny", 1), &|| false).unwrap()
 }
 
 fn measure(certificate: &Certificate, policy: &Policy, adapter: Adapter) -> Vec<Measured> {
     let ids: Vec<Vec<u32>> = certificate.prompts.iter().map(|prompt| prompt.ids()).collect();
     let ids: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
-    let rows = logps(policy, &ids, adapter).unwrap();
+    let rows = logps(policy, &ids, adapter, &|| false).unwrap();
     rows.into_iter().map(|row| row.into_iter().map(|logp| Some(f64::from(logp))).collect()).collect()
 }
 
