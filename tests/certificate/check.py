@@ -28,6 +28,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CASES = ROOT / "tests/fixtures/parity"
 MODELS = {"tiny": ROOT / "assets/tiny", "llama": CASES / "llama"}
 STEPS = [1, 20, 200]
+# The bundled model knows sums, and its answers to them differ. The other model's answers to anything do.
+SUMS = [json.loads(line) for line in (ROOT / "assets/tiny-data/train.jsonl").read_text().splitlines()[:64]]
+WORDS = [{"prompt": f"Say the number {n} in a few words.", "answer": "a lazy dog sleeps"} for n in range(16)]
 # The answers that may be given for each way to serve. Where q and k are a small part of the update, an adapter in which only they are wrong
 # looks like one that is rounded.
 RIGHT = {
@@ -83,8 +86,8 @@ class Rlood:
         """A job of so many steps with the default rate and adapter; its adapter's files are in `into`. Returns the checkpoint's id."""
         job = self.call("/jobs", {
             "model": model,
-            "dataset": {"records": [{"prompt": f"Say the number {n} in a few words.", "answer": "a lazy dog sleeps"} for n in range(16)]},
-            "rewards": [{"type": "text_similarity", "evaluation_metric": "fuzzy_match", "reference": "{{ item.answer }}"}, {"type": "length"}],
+            "dataset": {"records": SUMS if model == "tiny" else WORDS},
+            "rewards": [{"type": "text_similarity", "evaluation_metric": "fuzzy_match", "reference": "{{ item.answer }}"}],
             "rloo": {"num_generations": 8}, "sampling": {"max_completion_length": 16}, "lora": {"use_rslora": use_rslora},
             "training": {"prompts_per_step": 4, "max_steps": steps, "seed": 7},
         })["id"]
@@ -392,6 +395,7 @@ def main():
                     name = f"{model}{', rsLoRA' if use_rslora else ''}"
                     certificates = [json.loads((into / "certificate.json").read_text()) for into in adapters.values()]
                     effects[name] = [certificate["effect"]["rms_nats"] for certificate in certificates]
+                    assert min(effects[name]) > 0, f"{name}: an adapter changes nothing: {effects[name]}"
                     check_peft(rlood, model, use_rslora, adapters, rows, wrong)
                     if not use_rslora:
                         check_files(rlood, model, adapters, checkpoints, work, wrong)

@@ -74,13 +74,13 @@ pub(super) fn save(run: &mut Run<'_>) -> Result<(), RunEnd> {
 /// Writes the certificate of the current weights. If that is not possible, the checkpoint has none, and the first time the host gets
 /// a warning: a job does not fail because of it.
 fn certificate(run: &mut Run<'_>) -> Result<Option<Certificate>, RunEnd> {
+    let (host, last) = (&*run.host, is_last(run));
     let Some(certifier) = &mut run.certifier else { return Ok(None) };
     let (plan, model) = (run.plan, &mut run.model);
     let had_adapter = model.policy.lora_config().is_some();
     let subject = (plan, run.files.model_name, run.progress.state.step);
-    let host = &*run.host;
-    // A process that has to end has no time for it. The server can compute it later.
-    let stop = || !matches!(host.stop(), None | Some(StopReason::Pause { .. }));
+    // A process that has to end has no time for it, except for the job's result. The server can compute it later.
+    let stop = || !last && !matches!(host.stop(), None | Some(StopReason::Pause { .. }));
     match certifier.certify(&mut model.policy, &run.data.text, subject, &stop) {
         Ok(certificate) => Ok(Some(certificate)),
         Err(_) if stop() && model.policy.lora_config().is_some() == had_adapter => Ok(None),
