@@ -148,7 +148,7 @@ fn finding_of(comparison: &Comparison, has_adapter: bool) -> Finding {
     if num_tokens < MIN_TOKENS {
         return Finding::CannotTell;
     }
-    if !(effect >= MIN_EFFECT * precision) {
+    if effect < MIN_EFFECT * precision {
         return if precision > OTHER_WEIGHTS { Finding::OtherWeights } else { Finding::CannotTell };
     }
     let is_near = |other: f64| (scale - other).abs() <= NEAR.max(precision / effect);
