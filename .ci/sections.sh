@@ -39,6 +39,14 @@ serving() {
     tests/serving/run.sh
 }
 
+section certificate "python3 with venv, PyPI, 8 GB of disk" \
+    crates/engine/src/certificate crates/engine/src/certificate.rs crates/types/src/certificate crates/types/src/certificate.rs \
+    crates/cli/src/commands/verify crates/cli/src/commands/verify.rs tests/certificate
+certificate() {
+    cargo build --release --locked
+    tests/certificate/run.sh target/release/rlood benches/results/certificate.md
+}
+
 section hub "python3 with venv, PyPI" crates/hub src/http/pushes src/http/pushes.rs
 hub() {
     local venv=target/hub-client

@@ -9,7 +9,7 @@ use std::process::{Command, ExitCode};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 use futures::future::LocalBoxFuture;
-use rlood_worker::{preflight, serving};
+use rlood_worker::{certify, preflight, serving};
 
 use crate::commands::{backup, bench, convert, gc, keys, reward_check, reward_serve};
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
@@ -59,9 +59,12 @@ pub fn run() -> ExitCode {
         Role::ExportCheckpoint(args) => computing(format, args.threads, || {
             exporter::run(&args).unwrap_or_else(|error| exit_failure(format, &error))
         }),
-        Role::Serving(args) => computing(format, args.threads, || {
-            serving::run(&args).unwrap_or_else(|error| exit_failure(format, &error))
-        }),
+        Role::Serving(args) => {
+            computing(format, args.threads, || serving::run(&args).unwrap_or_else(|error| exit_failure(format, &error)))
+        }
+        Role::Certifier(args) => {
+            computing(format, args.threads, || certify::run(&args).unwrap_or_else(|error| exit_failure(format, &error)))
+        }
         Role::Judge(args) => computing(format, args.threads, || on_runtime(format, Some(2), judge::run(args))),
         Role::RewardServer(args) => {
             computing(format, args.threads, || on_runtime(format, None, reward_server::run(args)))

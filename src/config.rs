@@ -34,8 +34,8 @@ pub use python::{PythonRewards, PythonRewardsArgs};
 pub use retention::{Retention, RetentionArgs};
 pub use reward::{RewardArgs, RewardCheckArgs, RewardCommand, RewardFormat, RewardServeArgs, RewardServerArgs};
 pub(crate) use serve::random_token;
-pub use serving::{Serve, ServeModelsArgs};
 pub use serve::{ServeArgs, ServeConfig, no_key_for, resolve_listen};
+pub use serving::{Serve, ServeModelsArgs};
 
 /// The environment variable from which candle and rayon read the size of their thread pools.
 pub const COMPUTE_THREADS: &str = "RAYON_NUM_THREADS";
@@ -112,6 +112,10 @@ pub enum Command {
     /// Started by the server: keep models loaded and generate for the requests on standard input.
     #[command(hide = true)]
     Serving(ServingArgs),
+    /// Started by the server and by `rlood verify`: compute the log-probabilities of the task on standard input, write a report to
+    /// standard output.
+    #[command(hide = true)]
+    Certifier(OneShotArgs),
     /// Serve a reward model (a sequence-classification checkpoint) over HTTP: the reward contract v1, and OpenRLHF's remote reward
     /// model at the same address.
     RewardServer(RewardServerArgs),

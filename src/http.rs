@@ -11,6 +11,7 @@ pub mod audit;
 pub mod auth;
 pub mod browser;
 pub mod callbacks;
+pub mod certificates;
 mod compare;
 mod contract;
 mod cookie;
@@ -92,7 +93,7 @@ use crate::downloads::Downloads;
 use crate::files::DataDir;
 use crate::listen::{self, Connection};
 use crate::store::Store;
-use crate::supervisor::one_shot::Preflights;
+use crate::supervisor::one_shot::{Certifications, Preflights};
 use crate::supervisor::serving::Serving;
 use error::{Code, IsProblem, Problem, REQUEST_ID, shortened};
 
@@ -120,6 +121,8 @@ pub struct AppState {
     pub serving: Option<Serving>,
     /// Tokenizers of the served models.
     pub texts: v1::Texts,
+    /// Computes certificates of checkpoints that have none. None if this server starts no processes.
+    pub certifications: Option<Certifications>,
     /// Limits how many memory- or CPU-intensive requests run concurrently.
     pub heavy: heavy::Slots,
     /// Limits how many tests of reward services run concurrently.
@@ -169,6 +172,7 @@ impl AppState {
             preflights: None,
             serving: None,
             texts: v1::Texts::default(),
+            certifications: None,
             heavy: heavy::Slots::new(slots),
             service_tests: heavy::Slots::new(heavy::MAX_SERVICE_TESTS),
             searches: heavy::Slots::new(samples::SEARCHES),
@@ -200,6 +204,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(v1::routes())
         .merge(exports::routes())
         .merge(pushes::routes())
+        .merge(certificates::routes())
         .merge(sparklines::routes())
         .merge(dataset_preview::routes())
         .merge(demo::routes())

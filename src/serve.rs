@@ -34,7 +34,7 @@ use crate::reward::client::{Pace, RewardClient};
 use crate::store::leases::LeaseWatch;
 use crate::store::recovery::{RecoveryError, recover};
 use crate::store::{Store, StoreError, clock_ms};
-use crate::supervisor::one_shot::{Exports, Preflights, Verdicts};
+use crate::supervisor::one_shot::{Certifications, Exports, Preflights, Verdicts};
 use crate::supervisor::serving::Serving;
 use crate::supervisor::{Children, Lost, Supervisor};
 use crate::webhook_sender::{WebhookSender, WebhookSenderError};
@@ -277,6 +277,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let stop_children = CancellationToken::new();
     let serve = config.serving.clone();
     state.serving = Some(Serving::new(&children, serve, config.memory_per_worker(), stop_children.clone()));
+    state.certifications = Some(Certifications::new(&children, stop_children.clone()));
     if let Err(problem) = http::models::hub::resume(&state).await {
         tracing::warn!(?problem, "unfinished downloads of models could not be resumed");
     }

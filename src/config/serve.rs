@@ -11,8 +11,8 @@ use clap::Args;
 use super::device::parse_devices;
 use super::{
     ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, GRACE_S, HEARTBEAT_MS, HubArgs, HubConfig, Isa, LEASE_MS,
-    LogFormat, MIN_SECRET_CHARS, PythonRewards, PythonRewardsArgs, Retention, RetentionArgs, SAMPLES_MAX_BYTES, Serve, ServeModelsArgs,
-    machine_memory_bytes, machine_threads, parse_size_of,
+    LogFormat, MIN_SECRET_CHARS, PythonRewards, PythonRewardsArgs, Retention, RetentionArgs, SAMPLES_MAX_BYTES, Serve,
+    ServeModelsArgs, machine_memory_bytes, machine_threads, parse_size_of,
 };
 use crate::spec::footprint::Place;
 use crate::storage::{NoLimit, StorageKind, StorageLimits};

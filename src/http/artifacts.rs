@@ -19,6 +19,7 @@ use crate::event::Metrics;
 use crate::id::{CheckpointId, JobId};
 use crate::protocol::FileEntry;
 use crate::store::{CheckpointRow, JobRow, StoreError, clock_ms};
+use rlood_types::certificate;
 
 /// The adapter's files that PEFT and vLLM load, in the order of the tar archive.
 const ADAPTER_FILES: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
@@ -233,7 +234,7 @@ enum Which {
 
 /// Download a job's LoRA adapter as a tar in PEFT's layout.
 ///
-/// `adapter_config.json` and `adapter_model.safetensors` are at the root of the archive. `PeftModel.from_pretrained` and vLLM's
+/// `adapter_config.json` and `adapter_model.safetensors` are at the root of the archive, and the checkpoint's `certificate.json`. `PeftModel.from_pretrained` and vLLM's
 /// `--lora-modules` accept the unpacked folder. A full fine-tuning job has no adapter (409): the archives of its checkpoints
 /// contain the whole model.
 #[utoipa::path(method(get, head), path = "/jobs/{id}/adapter", tag = "Artifacts",
@@ -278,7 +279,10 @@ async fn get_adapter(
         );
         return Err(Problem::new(Code::NoAdapter, detail));
     }
-    let files: Result<Vec<Download>, Problem> = ADAPTER_FILES.iter().map(|name| file_of(&state, &row, name)).collect();
+    let mut names = ADAPTER_FILES.to_vec();
+    // Checkpoints of earlier versions have no certificate.
+    names.extend(row.files.iter().any(|file| file.name == certificate::FILE).then_some(certificate::FILE));
+    let files: Result<Vec<Download>, Problem> = names.iter().map(|name| file_of(&state, &row, name)).collect();
     let mut response = send_tar(&method, &headers, &format!("{id}-step{}-adapter.tar", row.step), &files?).await?;
     super::v1::name_checkpoint(&mut response, row.id);
     Ok(response)
@@ -316,7 +320,7 @@ fn life(ms: i64) -> String {
 }
 
 /// Finds a file by its name in the checkpoint's list of files, so that the name in a request never becomes a path.
-fn file_of(state: &AppState, row: &CheckpointRow, name: &str) -> Result<Download, Problem> {
+pub(super) fn file_of(state: &AppState, row: &CheckpointRow, name: &str) -> Result<Download, Problem> {
     let file = row.files.iter().find(|file| file.name == name);
     let FileEntry { name, size_bytes, sha256 } =
         file.ok_or_else(|| Problem::not_found("file of this checkpoint", name))?;

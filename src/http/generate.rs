@@ -211,18 +211,16 @@ pub(super) async fn unchanged(row: ModelRow, sha256: String) -> Result<ModelRow,
 /// Tokenizes the prompt, and checks that prompt and completions fit into the model's context.
 async fn tokenized(facts: &Arc<Facts>, plan: &Plan, prompt: Value) -> Result<(RenderedPrompt, Vec<u32>), Problem> {
     let (facts, sampling) = (facts.clone(), plan.sampling.clone());
-    let refused = |code: &str, detail: String| {
-        invalid(Code::InvalidBody, vec![FieldError::new("/prompt", code, detail)])
-    };
+    let refused =
+        |code: &str, detail: String| invalid(Code::InvalidBody, vec![FieldError::new("/prompt", code, detail)]);
     let encode = move || {
         let row = PromptRow { prompt, columns: serde_json::Map::new() };
         let prompt = tokenize_row(&facts.text, row, &sampling).map_err(|error| with_causes(&error))?;
         Ok::<_, String>((prompt, facts.card.max_position_embeddings as u64))
     };
     let encoded = tokio::task::spawn_blocking(encode).await.map_err(Problem::internal)?;
-    let (prompt, positions) = encoded.map_err(|why| {
-        refused("prompt_not_encodable", format!("the prompt cannot be used: {why}"))
-    })?;
+    let (prompt, positions) =
+        encoded.map_err(|why| refused("prompt_not_encodable", format!("the prompt cannot be used: {why}")))?;
     let num_tokens = prompt.ids.len() as u64;
     let completion = u64::from(plan.sampling.max_completion_length);
     if num_tokens == 0 {

@@ -14,6 +14,8 @@ use tokio::process::{Child, Command};
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
+use rlood_types::certificate::{CertifyReport, CertifyTask};
+
 use super::{Children, Tail, pass_on};
 use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY};
 use crate::export::{ExportLine, ExportTask};
@@ -39,6 +41,9 @@ pub struct OneShot<Task: ?Sized, Report> {
 /// Runs preflights: `rlood probe`.
 pub type Preflights = OneShot<PreflightTask, PreflightReport>;
 
+/// Computes certificates of checkpoints: `rlood certifier`.
+pub type Certifications = OneShot<CertifyTask, CertifyReport>;
+
 /// Compares checkpoints with their base models: `rlood judge`.
 pub type Verdicts = OneShot<JudgeTask, ChildLine<VerdictRow, JudgeReport>>;
 
@@ -58,6 +63,13 @@ impl Preflights {
         // This token is never cancelled: a preflight that runs when the server stops may complete, like a request.
         let stop = CancellationToken::new();
         Self::of(Arc::new(Kind::new(children, "probe", device, PREFLIGHT_GRACE, stop)))
+    }
+}
+
+impl Certifications {
+    /// Runs on the CPU, with the threads of one worker; `stop` kills the children.
+    pub fn new(children: &Children, stop: CancellationToken) -> Self {
+        Self::of(Arc::new(Kind::new(children, "certifier", Device::Cpu, Duration::ZERO, stop)))
     }
 }
 

@@ -134,7 +134,8 @@ impl Serving {
         let mut start = ToServing::Start(Box::new(StartServing { id, model: model.clone(), request }));
         // A process that was just ended because it was idle takes no request; the next one is a new process.
         for _ in 0..2 {
-            let process = self.choose(&model).ok_or_else(|| StartError::Failed("no device serves models".to_owned()))?;
+            let process =
+                self.choose(&model).ok_or_else(|| StartError::Failed("no device serves models".to_owned()))?;
             let running = self.running(process).map_err(|error| StartError::Failed(error.to_string()))?;
             let (sender, pieces) = mpsc::unbounded_channel();
             locked(&running.requests).insert(id, sender);

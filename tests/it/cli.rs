@@ -19,6 +19,7 @@ mod resources;
 mod signing_in;
 mod submitting;
 mod terminal;
+mod verify;
 
 /// A user with an empty home directory, and optionally a server.
 pub struct User {

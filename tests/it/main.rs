@@ -8,6 +8,7 @@ mod artifacts;
 mod backup;
 mod bench;
 mod bounds;
+mod certificates;
 mod chaos;
 mod circles;
 mod cli;
@@ -78,10 +79,10 @@ mod reward_values;
 mod scale;
 mod secrets;
 mod server;
-mod serving;
 #[path = "../../crates/rewards/tests/it/service.rs"]
 #[expect(dead_code, reason = "the tests of the rewards use the rest")]
 mod service;
+mod serving;
 #[path = "../../crates/store/tests/it/setting.rs"]
 mod setting;
 mod sign_ins;

@@ -50,7 +50,9 @@ fn sha256(bytes: &[u8]) -> String {
 }
 
 async fn adapter_sha256(server: &Server, job: &str) -> Value {
-    let files = adapter(server, job).await;
+    let mut files = adapter(server, job).await;
+    // 51ddf53 wrote no certificates.
+    files.remove("certificate.json");
     json!(files.iter().map(|(name, bytes)| (name.clone(), sha256(bytes))).collect::<BTreeMap<_, _>>())
 }
 

@@ -270,7 +270,8 @@ async fn when_running(server: &Server, answers: u64) -> u32 {
     let begun = Instant::now();
     loop {
         let metrics = String::from_utf8(server.bytes("/metrics").await).unwrap();
-        let line = metrics.lines().find(|line| line.starts_with("rlood_serving_answers{device=\"cpu\",state=\"running\"}"));
+        let line =
+            metrics.lines().find(|line| line.starts_with("rlood_serving_answers{device=\"cpu\",state=\"running\"}"));
         let running = line.and_then(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
         if running == Some(answers) {
             let found = serving_processes(server);

@@ -82,7 +82,8 @@ async fn names_mean_bases_jobs_and_checkpoints() {
     let http = reqwest::Client::builder().no_proxy().build().unwrap();
     let tar = http.get(format!("{}/jobs/{job}/adapter", server.url)).send().await.unwrap();
     assert_eq!(tar.headers()["x-rlood-checkpoint"], id_of(4).as_str());
-    for name in ["nothing", "job_00000000000000000000000000", &format!("{job}@3"), &format!("{job}@newest"), "org/name"] {
+    for name in ["nothing", "job_00000000000000000000000000", &format!("{job}@3"), &format!("{job}@newest"), "org/name"]
+    {
         let answer = post(&server, "/v1/completions", &body(name)).await;
         assert_eq!(answer.status(), 404, "{name}");
         let answer: Value = answer.json().await.unwrap();
@@ -123,14 +124,23 @@ async fn a_chat_is_answered_whole_and_in_pieces() {
     }
     let text = message["content"].as_str().unwrap();
 
-    let lines = streamed(&server, "/v1/chat/completions", chat(json!({"stream": true, "stream_options": {"include_usage": true}}))).await;
+    let lines = streamed(
+        &server,
+        "/v1/chat/completions",
+        chat(json!({"stream": true, "stream_options": {"include_usage": true}})),
+    )
+    .await;
     assert_eq!(lines.last().unwrap(), "[DONE]");
     let chunks: Vec<Value> = lines[..lines.len() - 1].iter().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert!(chunks.iter().all(|chunk| chunk["object"] == "chat.completion.chunk" && chunk["id"] == chunks[0]["id"]));
     let last = chunks.last().unwrap();
     assert_eq!((&last["choices"], &last["usage"]), (&json!([]), &answer["usage"]));
     for index in 0..2 {
-        let of_index: Vec<&Value> = chunks.iter().flat_map(|chunk| chunk["choices"].as_array().unwrap()).filter(|choice| choice["index"] == index).collect();
+        let of_index: Vec<&Value> = chunks
+            .iter()
+            .flat_map(|chunk| chunk["choices"].as_array().unwrap())
+            .filter(|choice| choice["index"] == index)
+            .collect();
         assert_eq!(of_index[0]["delta"], json!({"role": "assistant", "content": ""}));
         let streamed: String = of_index.iter().filter_map(|choice| choice["delta"]["content"].as_str()).collect();
         assert_eq!(streamed, text);
@@ -170,7 +180,10 @@ async fn a_prompt_is_echoed_with_its_log_probs() {
             assert!(top.values().any(|other| other.as_f64() == Some(value)), "the token itself: {top:?} {value}");
         }
         let last = logprobs["top_logprobs"][length].as_object().unwrap();
-        assert_eq!(last.values().map(|value| value.as_f64().unwrap()).fold(f64::MIN, f64::max), values[length].as_f64().unwrap());
+        assert_eq!(
+            last.values().map(|value| value.as_f64().unwrap()).fold(f64::MIN, f64::max),
+            values[length].as_f64().unwrap()
+        );
     }
     assert!(answer["choices"][0]["text"].as_str().unwrap().starts_with(PROMPT));
     let mut zero = body.clone();
@@ -204,7 +217,11 @@ async fn what_is_not_supported_or_out_of_range_is_refused_by_name() {
         (json!({"messages": []}), "messages", "empty"),
         (json!({"messages": "hi"}), "messages", "invalid_type"),
         (json!({"messages": [{"role": "robot", "content": "x"}]}), "messages.0.role", "invalid"),
-        (json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages.0.content", "unsupported_value"),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+            "messages.0.content",
+            "unsupported_value",
+        ),
         (json!({"temperature": 3}), "temperature", "out_of_range"),
         (json!({"temperature": "hot"}), "temperature", "invalid_type"),
         (json!({"n": 9}), "n", "out_of_range"),
@@ -220,7 +237,11 @@ async fn what_is_not_supported_or_out_of_range_is_refused_by_name() {
         (json!({"modalities": ["text", "audio"]}), "modalities", "unsupported_value"),
         (json!({"max_tokens": positions}), "max_tokens", "context_length_exceeded"),
         (json!({"max_completion_tokens": 0}), "max_completion_tokens", "out_of_range"),
-        (json!({"messages": [{"role": "user", "content": "word ".repeat(5000)}]}), "messages", "context_length_exceeded"),
+        (
+            json!({"messages": [{"role": "user", "content": "word ".repeat(5000)}]}),
+            "messages",
+            "context_length_exceeded",
+        ),
     ];
     for (more, param, code) in wrong {
         let mut body = json!({"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4});
@@ -232,7 +253,11 @@ async fn what_is_not_supported_or_out_of_range_is_refused_by_name() {
         let (status, retry) = (answer.status(), answer.headers()["x-should-retry"].clone());
         let answer: Value = answer.json().await.unwrap();
         let error = &answer["error"];
-        assert_eq!((status.as_u16(), &error["param"], &error["code"]), (400, &json!(param), &json!(code)), "{more}: {answer}");
+        assert_eq!(
+            (status.as_u16(), &error["param"], &error["code"]),
+            (400, &json!(param), &json!(code)),
+            "{more}: {answer}"
+        );
         assert_eq!((&error["type"], retry.to_str().unwrap()), (&json!("invalid_request_error"), "false"), "{more}");
     }
     let harmless = json!({"model": "tiny", "messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
@@ -244,17 +269,24 @@ async fn what_is_not_supported_or_out_of_range_is_refused_by_name() {
     assert_eq!(unknown.status(), 404);
     assert!(unknown.json::<Value>().await.unwrap()["error"]["message"].as_str().unwrap().contains("/v1/nothing"));
     let broken = reqwest::Client::builder().no_proxy().build().unwrap();
-    let broken = broken.post(format!("{}/v1/completions", server.url)).header("content-type", "application/json").body("{").send().await.unwrap();
-    assert_eq!((broken.status().as_u16(), broken.json::<Value>().await.unwrap()["error"]["type"].clone()), (400, json!("invalid_request_error")));
+    let broken = broken
+        .post(format!("{}/v1/completions", server.url))
+        .header("content-type", "application/json")
+        .body("{")
+        .send()
+        .await
+        .unwrap();
+    assert_eq!(
+        (broken.status().as_u16(), broken.json::<Value>().await.unwrap()["error"]["type"].clone()),
+        (400, json!("invalid_request_error"))
+    );
 }
 
 #[tokio::test]
 async fn a_seed_gives_the_same_answer_beside_others_and_the_tokenizer_is_served() {
     let dir = tempfile::tempdir().unwrap();
     let (server, job) = trained(dir.path(), true).await;
-    let body = |model: &str, seed: u64, tokens: u64| {
-        json!({"model": model, "prompt": PROMPT, "max_tokens": tokens, "seed": seed, "n": 2, "top_p": 0.9, "ignore_eos": true, "return_token_ids": true})
-    };
+    let body = |model: &str, seed: u64, tokens: u64| json!({"model": model, "prompt": PROMPT, "max_tokens": tokens, "seed": seed, "n": 2, "top_p": 0.9, "ignore_eos": true, "return_token_ids": true});
     let alone = asked(&server, "/v1/completions", body(&job, 5, 20)).await;
     let (with_base, with_other, again) = tokio::join!(
         asked(&server, "/v1/completions", body("small", 5, 40)),
@@ -268,7 +300,9 @@ async fn a_seed_gives_the_same_answer_beside_others_and_the_tokenizer_is_served(
 
     let text = Text::load(&dir.path().join("small")).unwrap();
     let ids = text.encode(PROMPT, false).unwrap();
-    for (prefix, model) in [("", None), ("", Some("small")), ("/serve/small", None), (&format!("/serve/{job}") as &str, None)] {
+    for (prefix, model) in
+        [("", None), ("", Some("small")), ("/serve/small", None), (&format!("/serve/{job}") as &str, None)]
+    {
         let body = json!({"prompt": PROMPT, "add_special_tokens": false, "model": model});
         let tokens = asked(&server, &format!("{prefix}/tokenize"), body).await;
         assert_eq!((&tokens["tokens"], &tokens["count"]), (&json!(ids), &json!(ids.len())), "{prefix}");
@@ -277,7 +311,8 @@ async fn a_seed_gives_the_same_answer_beside_others_and_the_tokenizer_is_served(
         let info = server.get(&format!("{prefix}/tokenizer_info")).await;
         assert!(info["eos_token"].is_string(), "{info}");
     }
-    let of_path = asked(&server, &format!("/serve/{job}/v1/completions"), json!({"prompt": PROMPT, "max_tokens": 3})).await;
+    let of_path =
+        asked(&server, &format!("/serve/{job}/v1/completions"), json!({"prompt": PROMPT, "max_tokens": 3})).await;
     assert!(of_path["model"].as_str().unwrap().starts_with("ckpt_"));
     // With a second base model, a request must name one.
     register(&server, "tiny", &tiny()).await;

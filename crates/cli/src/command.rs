@@ -6,7 +6,7 @@ use clap::Subcommand;
 
 use crate::commands::{
     compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, profile, pull, push,
-    rewards, samples, show, submit, transitions, verdict, wait, watch,
+    rewards, samples, show, submit, transitions, verdict, verify, wait, watch,
 };
 use crate::context::with;
 use crate::error::CliError;
@@ -46,6 +46,8 @@ pub enum Command {
     Export(export::Export),
     /// Push a checkpoint to a repository of the model hub, with a model card. An interrupted push resumes.
     Push(push::Push),
+    /// Check by a checkpoint's certificate whether a server or a folder computes what the checkpoint computes.
+    Verify(verify::Verify),
     /// Compare a trained model with its base model on rows that were not trained on, with a confidence interval.
     Verdict(verdict::Verdict),
     /// Cancel jobs. Saved checkpoints are kept.
@@ -95,6 +97,7 @@ async fn dispatch(command: Command) -> Result<u8, CliError> {
         Command::Metrics(args) => with(&args.common, async |context| metrics::run(context, &args).await).await,
         Command::Rewards(args) => with(&args.common, async |context| rewards::run(context, &args).await).await,
         Command::Pull(args) => with(&args.common, async |context| pull::run(context, &args).await).await,
+        Command::Verify(args) => with(&args.common, async |context| verify::run(context, &args).await).await,
         Command::Export(args) => with(&args.common, async |context| export::run(context, &args).await).await,
         Command::Push(args) => {
             let common = push::with_token(&args.common);

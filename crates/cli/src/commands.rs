@@ -22,5 +22,6 @@ pub mod show;
 pub mod submit;
 pub mod transitions;
 pub mod verdict;
+pub mod verify;
 pub mod wait;
 pub mod watch;

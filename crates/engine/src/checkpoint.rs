@@ -10,6 +10,7 @@
 //! | `rollout.json`, `rollout.safetensors` | only in the middle of a block: its completions and log-probs |
 //! | `ahead.json`, `ahead.safetensors` | only with overlap: the next block, sampled and not scored, and its log-probs |
 //! | `reference.safetensors` | only after a warm-up: the reference weights of the KL penalty, flat |
+//! | `certificate.json` | log-probabilities of some prompts, by which a server of the weights can be checked |
 //! | `manifest.json` | size and SHA-256 of each of these files; written last |
 
 use std::fs::{self, File};
@@ -37,6 +38,7 @@ use crate::event::Metrics;
 use crate::failpoint::fail_point;
 use crate::protocol::FileEntry;
 use crate::spec::{OptimizerKind, Plan, resume_identity};
+use rlood_types::certificate::{self, Certificate};
 
 /// The last file written: a directory without it is not a checkpoint.
 pub const MANIFEST: &str = "manifest.json";
@@ -46,6 +48,8 @@ const ROLLOUT: &str = "rollout.json";
 const ROLLOUT_LOGPS: &str = "rollout.safetensors";
 const AHEAD: &str = "ahead.json";
 const AHEAD_LOGPS: &str = "ahead.safetensors";
+/// The files that hold the trained weights, which the certificate names.
+pub(super) const WEIGHTS: [&str; 3] = [lora::CONFIG, lora::WEIGHTS, full::WEIGHTS];
 const FORMAT: &str = "rlood-checkpoint/1";
 
 /// The state of a run after an optimizer step. Random numbers need no state: they are computed from counters
@@ -110,6 +114,8 @@ pub struct Snapshot<'a> {
     pub ahead: Option<&'a Ahead>,
     /// The file with the reference's weights, after a warm-up only.
     pub reference: Option<&'a Path>,
+    /// The certificate of the weights, without their files; None if it could not be computed.
+    pub certificate: Option<Certificate>,
 }
 
 /// A checkpoint that was read. [`Policy::load_lora`] or [`Policy::load_full`] loads the weights
@@ -142,7 +148,7 @@ pub fn plan_sha256(plan: &Plan) -> String {
 /// Writes a complete checkpoint below `scratch_dir`. Returns its directory and files, the manifest last. Replaces an
 /// existing checkpoint of the same name.
 pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Vec<FileEntry>)> {
-    let Snapshot { policy, model_dir, model_name, adam, state, block, ahead, reference } = *snapshot;
+    let Snapshot { policy, model_dir, model_name, adam, state, block, ahead, reference, ref certificate } = *snapshot;
     let state_bytes = state_json(state)?;
     fs::create_dir_all(scratch_dir).map_err(io(scratch_dir))?;
     let temporary = tempfile::Builder::new().prefix(".checkpoint-").tempdir_in(scratch_dir).map_err(io(scratch_dir))?;
@@ -177,6 +183,16 @@ pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Ve
         .map_err(io(dir))?;
     names.sort();
     let mut files = names.iter().map(|name| entry(dir, name)).collect::<Result<Vec<_>>>()?;
+    if let Some(certificate) = certificate {
+        let weights = files.iter().filter(|file| WEIGHTS.contains(&file.name.as_str())).cloned().collect();
+        let certificate = Certificate { files: weights, ..certificate.clone() };
+        write_file(
+            &dir.join(certificate::FILE),
+            &serde_json::to_vec(&certificate).map_err(|error| EngineError::Checkpoint(error.to_string()))?,
+        )?;
+        files.push(entry(dir, certificate::FILE)?);
+        files.sort_by(|one, other| one.name.cmp(&other.name));
+    }
     let manifest = Manifest { format: FORMAT.into(), step: state.step, files: files.clone() };
     write_file(&dir.join(MANIFEST), &to_json(&manifest)?)?;
     files.push(entry(dir, MANIFEST)?);
@@ -300,7 +316,7 @@ fn read_logps(dir: &Path, file: &str, lengths: &[usize]) -> Result<(Logps, Logps
     Ok((cut("old_logps")?, cut("ref_logps")?))
 }
 
-fn entry(dir: &Path, name: &str) -> Result<FileEntry> {
+pub(super) fn entry(dir: &Path, name: &str) -> Result<FileEntry> {
     let path = dir.join(name);
     let mut file = File::open(&path).map_err(io(&path))?;
     fail_point!("checkpoint.file", name).map_err(io(&path))?;

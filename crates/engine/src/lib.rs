@@ -59,6 +59,7 @@ pub mod ahead;
 pub mod answers;
 pub mod backend;
 pub mod block;
+pub mod certificate;
 pub mod checkpoint;
 pub mod delta;
 pub mod error;

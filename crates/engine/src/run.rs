@@ -9,6 +9,7 @@ use super::answers::{self, AnsweredRow};
 use super::backend::cpu::Cpu;
 use super::backend::{BackendKind, Optimizer};
 use super::block::Block;
+use super::certificate::Certifier;
 use super::checkpoint::{self, TrainerState};
 use super::delta::DeltaNorm;
 use super::error::EngineError;
@@ -20,6 +21,7 @@ use super::prompts::{self, TokenizedPrompt};
 use super::report::{self, StepSeconds};
 use super::rollout::{Batching, Cursor, num_generations};
 use super::rollouts::Rollouts;
+use super::saving;
 use super::scoring::Scorer;
 use super::start::{self, ReferenceModel};
 use super::text::Text;
@@ -37,6 +39,8 @@ pub(super) struct Run<'a> {
     pub schedule: Schedule,
     pub progress: Progress,
     pub files: Files<'a>,
+    /// Writes the checkpoints' certificates; None if that is not possible.
+    pub certifier: Option<Certifier>,
 }
 
 /// The model with its optimizer, and the batch sizes it computes with.
@@ -137,6 +141,13 @@ impl<'a> Run<'a> {
             data.tokenize_answers(rows, plan, policy.card().max_position_embeddings, host)?;
         }
         let schedule = Schedule::new(plan, &data.rows_by_source(plan))?;
+        let certifier = match certifier(&policy, &data.text, &input) {
+            Ok(certifier) => Some(certifier),
+            Err(error) => {
+                host.event(saving::certificate_warning(&error))?;
+                None
+            }
+        };
         let reference = start::begin(&mut policy, &input, step)?;
         let kept_reference = match &input.resume {
             _ if !plan.has_warmed_reference() || step < plan.warm_up_steps() => None,
@@ -169,6 +180,7 @@ impl<'a> Run<'a> {
                 scratch_dir: input.scratch_dir,
                 reference: kept_reference,
             },
+            certifier,
             plan,
             host,
         };
@@ -208,6 +220,16 @@ impl<'a> Run<'a> {
     pub fn enter(&mut self, phase: Phase) -> Result<(), RunEnd> {
         self.host.event(Event::Phase { phase, step: self.progress.state.step })
     }
+}
+
+/// Prepares the checkpoints' certificates. If all weights are to be trained, the base model's part is computed here, where the policy
+/// is still the base model.
+fn certifier(policy: &Policy, text: &Text, input: &TrainInput<'_>) -> Result<Certifier, EngineError> {
+    let mut certifier = Certifier::new(text, input.model_dir, policy.card().max_position_embeddings, input.plan)?;
+    if input.plan.lora.is_none() {
+        certifier.read_base(policy, &|| false)?;
+    }
+    Ok(certifier)
 }
 
 /// Recomputes a block's advantages. They are not stored, because they follow from rewards,

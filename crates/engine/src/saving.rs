@@ -7,7 +7,9 @@ use super::error::EngineError;
 use super::host::{RunEnd, SavedCheckpoint, StopReason};
 use super::run::Run;
 use super::watch;
-use crate::event::{Metrics, Phase};
+use crate::event::{Event, Metrics, Phase};
+use rlood_types::certificate::Certificate;
+use serde_json::json;
 
 /// Whether a checkpoint of the last completed step is due.
 pub(super) fn is_due(run: &Run<'_>) -> bool {
@@ -36,11 +38,12 @@ fn is_last(run: &Run<'_>) -> bool {
 pub(super) fn save(run: &mut Run<'_>) -> Result<(), RunEnd> {
     run.enter(Phase::Checkpoint)?;
     let started = Instant::now();
-    let (state, last) = (&run.progress.state, is_last(run));
-    let step = state.step;
+    let certificate = certificate(run)?;
+    let step = run.progress.state.step;
     let own_steps = run.plan.rloo_step(step).unwrap_or(0);
     let inside_block = !own_steps.is_multiple_of(run.schedule.batching.uses_per_block().max(1));
     let adam = run.model.optimizer.state()?;
+    let (state, last) = (&run.progress.state, is_last(run));
     let snapshot = Snapshot {
         policy: &run.model.policy,
         model_dir: run.files.model_dir,
@@ -50,6 +53,7 @@ pub(super) fn save(run: &mut Run<'_>) -> Result<(), RunEnd> {
         block: run.progress.block.as_ref().filter(|_| inside_block),
         ahead: run.progress.ahead.front(),
         reference: run.files.reference.as_deref().filter(|_| own_steps > 0),
+        certificate,
     };
     let (dir, files) = checkpoint::write(run.files.scratch_dir, &snapshot)?;
     let mut metrics: Metrics = state.step_metrics.clone();
@@ -65,6 +69,35 @@ pub(super) fn save(run: &mut Run<'_>) -> Result<(), RunEnd> {
     run.progress.unsaved_verdict = false;
     run.progress.seconds.checkpoint += started.elapsed().as_secs_f64();
     Ok(())
+}
+
+/// Writes the certificate of the current weights. If that is not possible, the checkpoint has none, and the first time the host gets
+/// a warning: a job does not fail because of it.
+fn certificate(run: &mut Run<'_>) -> Result<Option<Certificate>, RunEnd> {
+    let (host, last) = (&*run.host, is_last(run));
+    let Some(certifier) = &mut run.certifier else { return Ok(None) };
+    let (plan, model) = (run.plan, &mut run.model);
+    let had_adapter = model.policy.lora_config().is_some();
+    let subject = (plan, run.files.model_name, run.progress.state.step);
+    // A process that has to end has no time for it, except for the job's result. The server can compute it later.
+    let stop = || !last && !matches!(host.stop(), None | Some(StopReason::Pause { .. }));
+    match certifier.certify(&mut model.policy, &run.data.text, subject, &stop) {
+        Ok(certificate) => Ok(Some(certificate)),
+        Err(_) if stop() && model.policy.lora_config().is_some() == had_adapter => Ok(None),
+        Err(error) if model.policy.lora_config().is_some() == had_adapter => {
+            run.certifier = None;
+            run.host.event(certificate_warning(&error))?;
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The warning that the checkpoints of a run have no certificate.
+pub(super) fn certificate_warning(error: &EngineError) -> Event {
+    let message =
+        format!("the checkpoints have no certificate, so `rlood verify` cannot check a server of them: {error}");
+    Event::Warning { code: "no_certificate".into(), message, data: json!({}) }
 }
 
 /// Stops the run: saves steps that no checkpoint holds yet, unless the reason discards them. Returns how the run ends.

@@ -15,9 +15,9 @@ use super::model::{Chosen, DecodeState, Joining, Pick, Policy};
 use super::random::{Key, Stream};
 use super::sampling::Sampler;
 use super::text::Text;
-use rlood_types::serving::{ServedPiece, ServedRequest, TokenLogprobs};
 use answer::Answer;
 use choose::Settings;
+use rlood_types::serving::{ServedPiece, ServedRequest, TokenLogprobs};
 
 /// Limits of a [`Batcher`].
 #[derive(Debug, Clone, Copy)]

@@ -241,7 +241,8 @@ fn byte_of_char(c: char) -> Option<u8> {
     }
 }
 
-pub(crate) const TOKENIZER: &str = "tokenizer.json";
+/// Name of the file with the tokenizer.
+pub const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 pub(crate) const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;

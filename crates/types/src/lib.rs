@@ -1,6 +1,7 @@
 //! Shared types of `rlood`, used by every other crate. They do no I/O, except that templates and schemas start threads.
 
 pub mod callback;
+pub mod certificate;
 pub mod dataset;
 pub mod digest;
 pub mod doctor;

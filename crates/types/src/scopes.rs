@@ -180,6 +180,7 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("GET", "/checkpoints/{id}/archive.tar", Needs(Read)),
         ("GET", "/checkpoints/{id}/files/{name}", Needs(Read)),
         ("GET", "/checkpoints/{id}/manifest.json", Needs(Read)),
+        ("GET", "/checkpoints/{id}/certificate", Needs(Read)),
         ("GET", "/checkpoints/{id}/exports", Needs(Read)),
         ("POST", "/checkpoints/{id}/exports", Needs(Submit)),
         ("GET", "/exports/{id}", Needs(Read)),

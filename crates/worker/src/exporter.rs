@@ -4,6 +4,8 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use rlood_types::certificate;
+
 use crate::args::OneShotArgs;
 use crate::engine::gguf::{self, GgufInput};
 use crate::engine::merge::{MergeInput, MergedDtype, base_dtype, merge};
@@ -60,6 +62,11 @@ fn export(task: &ExportTask) -> Result<ExportResult, EngineError> {
         ExportFormat::Gguf => gguf_model(task, &mut progress)?,
         ExportFormat::GgufAdapter => (gguf_adapter(task)?, None),
     };
+    // An export for llama.cpp stays a single file.
+    if task.request.format == ExportFormat::Merged && task.checkpoint_dir.join(certificate::FILE).is_file() {
+        let (from, to) = (task.checkpoint_dir.join(certificate::FILE), task.out_dir.join(certificate::FILE));
+        std::fs::copy(&from, &to).map_err(|source| EngineError::Io { path: to, source })?;
+    }
     let survived = left.map(|(left, _)| Survived { fraction: left.fraction, cosine: left.cosine });
     let advice = left.zip(survived).and_then(|((_, largest), survived)| advice(dtype, survived, largest));
     let io = |source| EngineError::Io { path: task.out_dir.clone(), source };

@@ -3,6 +3,7 @@
 //! worker communicates with the server only through the worker protocol.
 
 pub mod args;
+pub mod certify;
 pub mod device;
 mod exit;
 pub mod exporter;

@@ -353,6 +353,12 @@ class Arithmetic(TypedDict, total=False):
     warm_up: WarmUpRule
 
 
+class CertificatePlan(TypedDict):
+    """How the certificates of checkpoints are made."""
+
+    prompts: List[str]
+
+
 class _CheckpointPlanRequired(TypedDict):
     every_steps: int
     keep_best: int
@@ -635,6 +641,7 @@ class Plan(_PlanRequired, total=False):
     """The resolved settings of a job."""
 
     arithmetic: Arithmetic
+    certificate: Optional[CertificatePlan]
     doctor: DoctorPlan
     early_stopping: Optional[EarlyStoppingPlan]
     eval: Optional[EvalPlan]
@@ -696,6 +703,12 @@ class Job(_JobRequired, total=False):
     started_at: Optional[Time]
     status_reason: Optional[str]
     training_phase: Optional[PhaseChange]
+
+
+class JobSpecCertificate(TypedDict):
+    """The prompts of the checkpoints' certificates."""
+
+    prompts: List[str]
 
 
 class JobSpecCheckpoints(TypedDict, total=False):
@@ -1671,6 +1684,7 @@ class _JobSpecRequired(TypedDict):
 class JobSpec(_JobSpecRequired, total=False):
     """A job."""
 
+    certificate: JobSpecCertificate
     checkpoints: JobSpecCheckpoints
     doctor: JobSpecDoctor
     early_stopping: JobSpecEarlyStopping

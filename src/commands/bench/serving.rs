@@ -89,9 +89,7 @@ async fn asked(setting: &Setting<'_>, times: usize) -> Result<Load, BenchError> 
     let registered = http.post(format!("{url}/models")).json(&model).send().await.map_err(failed)?;
     registered.error_for_status().map_err(failed)?;
     let prompts = setting.prompts(CLIENTS);
-    let body = |prompt: &Vec<u32>, stream: bool| {
-        json!({"model": "bench", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": true, "seed": 1, "stream": stream})
-    };
+    let body = |prompt: &Vec<u32>, stream: bool| json!({"model": "bench", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": true, "seed": 1, "stream": stream});
     let url = format!("{url}/v1/completions");
     let round = async |stream: bool| -> Result<(f64, Vec<f64>), BenchError> {
         let begun = Instant::now();

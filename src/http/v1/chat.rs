@@ -164,7 +164,11 @@ pub(super) fn rendered(facts: &Facts, fields: &ChatFields) -> Result<String, Pro
     let last = messages.last().and_then(|message| message.get("content")).and_then(Value::as_str).unwrap_or("").trim();
     match text.rfind(last).filter(|_| !last.is_empty()) {
         Some(place) => Ok(text[..place + last.len()].to_owned()),
-        None => Err(invalid("messages", "invalid_messages", "the chat template does not show the last message, so it cannot be continued")),
+        None => Err(invalid(
+            "messages",
+            "invalid_messages",
+            "the chat template does not show the last message, so it cannot be continued",
+        )),
     }
 }
 

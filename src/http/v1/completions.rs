@@ -118,7 +118,8 @@ async fn complete(state: AppState, caller: Caller, body: Map<String, Value>) -> 
     } else {
         let mut collected = Vec::with_capacity(requests.len());
         for (request, answers) in requests.iter().zip(answers) {
-            let none = || Collected { answers: vec![Whole::default(); request.num_choices as usize], prompt: Vec::new() };
+            let none =
+                || Collected { answers: vec![Whole::default(); request.num_choices as usize], prompt: Vec::new() };
             collected.push(match answers {
                 Some(answers) => collect(answers, request).await?,
                 None => none(),

@@ -157,7 +157,9 @@ fn bounded(field: &str, given: Option<f64>, default: f64, least: f64, most: f64)
     match given {
         None => Ok(default),
         Some(value) if value >= least && value <= most => Ok(value),
-        Some(value) => Err(invalid(field, "out_of_range", format!("{field} is {value}: must be from {least} to {most}"))),
+        Some(value) => {
+            Err(invalid(field, "out_of_range", format!("{field} is {value}: must be from {least} to {most}")))
+        }
     }
 }
 

@@ -10,7 +10,11 @@ pub(in super::super) fn write(state: &AppState, text: &mut String) {
     let (measures, states) = serving.measures();
     let counters = [
         ("rlood_serving_requests_total", "Started requests to served models.", measures.requests),
-        ("rlood_serving_refused_total", "Requests to served models that were refused for lack of room.", measures.refused),
+        (
+            "rlood_serving_refused_total",
+            "Requests to served models that were refused for lack of room.",
+            measures.refused,
+        ),
         ("rlood_serving_failed_total", "Requests to served models that failed.", measures.failed),
         ("rlood_serving_prompt_tokens_total", "Prompt tokens of requests to served models.", measures.prompt_tokens),
         ("rlood_serving_tokens_total", "Tokens that served models generated.", measures.tokens),

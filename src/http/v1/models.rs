@@ -80,9 +80,10 @@ pub(super) async fn list_served_models(
         }
         let row = state.store.job_get(id).await?;
         let rows = state.store.checkpoint_list(id).await?;
-        data.extend(rows.iter().map(|checkpoint| {
-            of_checkpoint(checkpoint.id.to_string(), plain_id(&row.model), checkpoint, None)
-        }));
+        data.extend(
+            rows.iter()
+                .map(|checkpoint| of_checkpoint(checkpoint.id.to_string(), plain_id(&row.model), checkpoint, None)),
+        );
         return Ok(Json(ServedModels { object: "list", data }));
     }
     let bases = state.store.model_list(caller.sees(), None, MOST).await?;

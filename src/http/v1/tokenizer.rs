@@ -46,7 +46,8 @@ async fn facts(state: &AppState, caller: &Caller, model: Option<&str>) -> Result
         (Some(only), None) => state.texts.of(only.clone(), only.sha256).await,
         (None, _) => Err(invalid("model", "missing", "the server has no base model: register one with POST /models")),
         (Some(_), Some(_)) => {
-            let detail = "the server has several base models: name one in 'model', or use /serve/{model}/v1 as the base URL";
+            let detail =
+                "the server has several base models: name one in 'model', or use /serve/{model}/v1 as the base URL";
             Err(invalid("model", "missing", detail))
         }
     }

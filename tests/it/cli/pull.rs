@@ -40,7 +40,7 @@ async fn a_checkpoint_is_pulled_by_its_name_and_verified() {
         let mut names: Vec<_> =
             std::fs::read_dir(user.path(folder)).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         names.sort();
-        assert_eq!(names, ["adapter_config.json", "adapter_model.safetensors"], "{name}");
+        assert_eq!(names, ["adapter_config.json", "adapter_model.safetensors", "certificate.json"], "{name}");
         let weights = std::fs::read(user.path(folder).join("adapter_model.safetensors")).unwrap();
         let listed = checkpoints.iter().find(|one| one["id"] == expected).unwrap()["files"].as_array().unwrap();
         let listed = listed.iter().find(|file| file["name"] == "adapter_model.safetensors").unwrap();

@@ -1,6 +1,7 @@
 //! Checkpoints of jobs, and their files.
 
 use std::path::Path;
+use std::time::Duration;
 
 use jiff::Timestamp;
 use reqwest::Method;
@@ -15,6 +16,9 @@ use crate::client::Client;
 use crate::download::{Checked, Downloaded, hash_of};
 use crate::error::Error;
 use crate::page::Pages;
+
+/// Time that a server may take to compute the certificate of a checkpoint from before certificates.
+const CERTIFICATE_TIME: Duration = Duration::from_secs(600);
 
 /// A published checkpoint of a job.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -66,6 +70,15 @@ impl Client {
     /// Returns an [`Error`] if the call fails.
     pub async fn get_manifest(&self, id: CheckpointId) -> Result<Value, Error> {
         self.json(self.get(&["checkpoints", &id.to_string(), "manifest.json"])).await
+    }
+
+    /// Gets the certificate of a checkpoint: log-probabilities by which a server of the checkpoint can be checked. A server that has to
+    /// compute it first may take minutes.
+    ///
+    /// # Errors
+    /// Returns an [`Error`] if the call fails.
+    pub async fn get_certificate(&self, id: CheckpointId) -> Result<Value, Error> {
+        self.json(self.get(&["checkpoints", &id.to_string(), "certificate"]).work(CERTIFICATE_TIME)).await
     }
 
     /// Downloads a job's LoRA adapter in PEFT's layout, as a tar; by default of the job's result.

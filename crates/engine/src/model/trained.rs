@@ -80,6 +80,20 @@ impl Policy {
         }
     }
 
+    /// Computes with the adapter's scale multiplied by a factor; the adapter is the same again afterwards, bit for bit.
+    pub fn with_adapter_scaled<T>(&mut self, factor: f64, body: impl FnOnce(&Policy) -> Result<T>) -> Result<T> {
+        let mut lora = self.lora.take().ok_or_else(no_adapter)?;
+        let config = lora.config.clone();
+        lora.config.alpha *= factor;
+        lora.config.alpha_pattern.values_mut().for_each(|alpha| *alpha *= factor);
+        self.set_lora(lora)?;
+        let result = body(self);
+        let mut lora = self.lora.take().ok_or_else(no_adapter)?;
+        lora.config = config;
+        self.set_lora(lora)?;
+        result
+    }
+
     /// Starts training all weights from the model's own values; `dir` is the directory it was loaded from.
     pub fn train_all(&mut self, dir: &Path) -> Result<()> {
         let zeros = self.zeros(Full::len_of(&self.card))?;

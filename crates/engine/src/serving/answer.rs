@@ -3,8 +3,8 @@
 
 use super::Selected;
 use crate::error::Result;
-use rlood_types::serving::{ServedFinish, ServedPiece, ServedRequest, TokenLogprobs};
 use crate::text::Text;
+use rlood_types::serving::{ServedFinish, ServedPiece, ServedRequest, TokenLogprobs};
 
 /// An answer that is being generated.
 #[derive(Debug)]
@@ -175,7 +175,8 @@ mod tests {
     #[test]
     fn the_beginning_of_a_stop_string_is_kept_back() {
         let stop: Vec<String> = ["###", "\n\nUser"].map(str::to_owned).to_vec();
-        for (text, kept) in [("a", 0), ("a#", 1), ("a##", 2), ("x\n", 1), ("x\n\nUse", 5), ("x\n\nUsex", 0), ("é", 0)] {
+        for (text, kept) in [("a", 0), ("a#", 1), ("a##", 2), ("x\n", 1), ("x\n\nUse", 5), ("x\n\nUsex", 0), ("é", 0)]
+        {
             assert_eq!(kept_back(text, &stop), kept, "{text:?}");
         }
         assert_eq!(kept_back("a#", &[]), 0);

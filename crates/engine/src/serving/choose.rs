@@ -123,11 +123,7 @@ impl Logprobs {
 }
 
 /// The log-probs of a prompt's tokens; each of the rows of logits is of the position before the token.
-pub fn prompt_logprobs<'l>(
-    rows: impl Iterator<Item = &'l [f32]>,
-    tokens: &[u32],
-    top: usize,
-) -> Vec<TokenLogprobs> {
+pub fn prompt_logprobs<'l>(rows: impl Iterator<Item = &'l [f32]>, tokens: &[u32], top: usize) -> Vec<TokenLogprobs> {
     let of_token = |(logits, token): (&[f32], &u32)| {
         let logprobs = Logprobs::new(logits);
         let logprob = logprobs.of(logits.get(*token as usize).copied().unwrap_or(f32::NEG_INFINITY));

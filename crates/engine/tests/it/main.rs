@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 mod bits;
+mod certificate;
 mod four_bit;
 mod generate;
 mod golden;

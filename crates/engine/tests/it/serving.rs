@@ -160,8 +160,7 @@ fn answers_are_those_of_trainings_sampler() {
                 max_rows: 2,
             };
             let groups = generate(&policy, &text, &sampling, &|| false).unwrap().unwrap();
-            let served =
-                ServedRequest { num_choices: 2, max_tokens: 12, temperature: 0.8, ..request(&prompt) };
+            let served = ServedRequest { num_choices: 2, max_tokens: 12, temperature: 0.8, ..request(&prompt) };
             let answers = run(&mut batcher(name, kind), &[(0, Some(0), served)]);
             for (choice, completion) in groups[0].iter().enumerate() {
                 assert_eq!(answers[&(0, choice as u32)].ids, completion.segments.completion().unwrap(), "{name}");
@@ -210,12 +209,10 @@ fn equal_beginnings_are_computed_once() {
     let system = ids(1, 70);
     let chat = |seed: u64| request(&[system.clone(), ids(seed, 9)].concat());
     for name in ["qwen3", "mistral", "gemma3_text", "olmo3"] {
-        let expected: Vec<Whole> =
-            (2..6).map(|seed| alone(name, BackendKind::Cpu, Some(0), &chat(seed))).collect();
+        let expected: Vec<Whole> = (2..6).map(|seed| alone(name, BackendKind::Cpu, Some(0), &chat(seed))).collect();
         let mut batcher = batcher(name, BackendKind::Cpu);
-        let one_by_one: Vec<Whole> = (2..6)
-            .map(|seed| run(&mut batcher, &[(0, Some(0), chat(seed))]).remove(&(0, 0)).unwrap())
-            .collect();
+        let one_by_one: Vec<Whole> =
+            (2..6).map(|seed| run(&mut batcher, &[(0, Some(0), chat(seed))]).remove(&(0, 0)).unwrap()).collect();
         assert_eq!(one_by_one, expected, "{name}");
         if name == "qwen3" {
             let Counts { prompt_tokens, reused_tokens, .. } = batcher.counts();
@@ -224,7 +221,9 @@ fn equal_beginnings_are_computed_once() {
         // Requests that arrive together share too, and another adapter's keys are never used.
         let mut fresh = self::batcher(name, BackendKind::Cpu);
         let together: Vec<(usize, Option<u32>, ServedRequest)> =
-            [(2, Some(0)), (3, Some(0)), (4, Some(0)), (5, Some(0)), (2, None)].map(|(seed, slot)| (0, slot, chat(seed))).to_vec();
+            [(2, Some(0)), (3, Some(0)), (4, Some(0)), (5, Some(0)), (2, None)]
+                .map(|(seed, slot)| (0, slot, chat(seed)))
+                .to_vec();
         let answers = run(&mut fresh, &together);
         for (id, expected) in expected.iter().enumerate() {
             assert_eq!(answers[&(id as u64, 0)], *expected, "{name}");
@@ -246,12 +245,8 @@ fn settings_change_the_choice_of_tokens() {
     assert!(!banned.ids.contains(&first));
     let forced = answer(&ServedRequest { logit_bias: vec![(40, 100.0)], max_tokens: 5, ..base() });
     assert_eq!(forced.ids, [40; 5]);
-    let penalized = answer(&ServedRequest {
-        logit_bias: vec![(40, 100.0)],
-        frequency_penalty: 60.0,
-        max_tokens: 5,
-        ..base()
-    });
+    let penalized =
+        answer(&ServedRequest { logit_bias: vec![(40, 100.0)], frequency_penalty: 60.0, max_tokens: 5, ..base() });
     assert_eq!(penalized.ids[..2], [40, 40]);
     assert!(penalized.ids[2..].iter().any(|id| *id != 40), "{:?}", penalized.ids);
     // Log-probs are those before the bias.

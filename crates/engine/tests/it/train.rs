@@ -110,6 +110,7 @@ pub fn plan() -> Plan {
             max_attempts: None,
         },
         checkpoints: CheckpointPlan { every_steps: 100, keep_last: 1, keep_best: 0, ..CheckpointPlan::default() },
+        certificate: None,
         early_stopping: None,
         doctor: DoctorPlan::default(),
         metadata: BTreeMap::new(),

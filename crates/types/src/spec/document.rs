@@ -11,13 +11,13 @@ use super::oversight::{EarlyStoppingSpec, read_doctor, read_early_stopping};
 use super::reader::{Errors, Field, FieldError, Reader, kind_of, shown};
 use super::rewards::{read_reward_secrets, read_rewards};
 use super::rloo::read_rloo;
-use super::sections::{read_lora, read_optimizer, read_section, read_training, read_warm_start};
+use super::sections::{read_certificate, read_lora, read_optimizer, read_section, read_training, read_warm_start};
 use super::settings::{CHECKPOINTS, SAMPLING};
 use super::sources::{DatasetSource, attach_records, detach_records, read_dataset, with_prompts};
 use super::warm_up::read_warm_up;
 use super::{
-    Arithmetic, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan, QuantType,
-    RewardPlan, RewardSecrets, RlooPlan, SamplingPlan, WarmStartPlan, WarmUpSpec,
+    Arithmetic, CertificatePlan, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan,
+    QuantType, RewardPlan, RewardSecrets, RlooPlan, SamplingPlan, WarmStartPlan, WarmUpSpec,
 };
 
 /// A submitted job. A field that was rejected has a harmless placeholder, so that the rest can still be checked.
@@ -53,6 +53,8 @@ pub struct JobSpec {
     pub training: TrainingSpec,
     /// When checkpoints are saved and which ones are kept.
     pub checkpoints: CheckpointPlan,
+    /// The prompts of the checkpoints' certificates; `None` = those that are part of rlood.
+    pub certificate: Option<CertificatePlan>,
     /// When to end before the last step; `None` = train all steps.
     pub early_stopping: Option<EarlyStoppingSpec>,
     /// Alert rules, and what happens on an alert.
@@ -158,6 +160,7 @@ pub fn submittable(plan: &Plan) -> Value {
         optimizer,
         training,
         checkpoints,
+        certificate,
         early_stopping,
         doctor,
         metadata,
@@ -168,7 +171,7 @@ pub fn submittable(plan: &Plan) -> Value {
     let mut document = json!({
         "name": name, "model": model.id, "dataset": submittable_dataset(dataset), "eval": eval, "rewards": rewards, "rloo": rloo,
         "sampling": sampling, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
-        "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
+        "certificate": certificate, "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if let Some(eval) = eval {
         // The evaluation rows of a fraction come from the training dataset, and their number follows from the fraction.
@@ -269,6 +272,7 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         lora,
         training: read_training(document.section("training")),
         checkpoints: read_section(&CHECKPOINTS, document.section("checkpoints")),
+        certificate: document.field("certificate").object().and_then(read_certificate),
         early_stopping: document.field("early_stopping").object().map(read_early_stopping),
         doctor: read_doctor(document.section("doctor")),
         metadata: read_metadata(&document.field("metadata")).unwrap_or_default(),

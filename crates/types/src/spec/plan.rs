@@ -55,6 +55,9 @@ pub struct Plan {
     pub training: TrainingPlan,
     /// When checkpoints are saved and which ones are kept.
     pub checkpoints: CheckpointPlan,
+    /// The prompts of the checkpoints' certificates; absent = the neutral ones that are part of rlood.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub certificate: Option<CertificatePlan>,
     /// When to end before the last step; null = train all steps.
     #[serde(default)]
     pub early_stopping: Option<EarlyStoppingPlan>,
@@ -481,6 +484,15 @@ fn default_gradient_checkpointing() -> bool {
 
 fn default_micro_batch_tokens() -> u32 {
     MICRO_BATCH_TOKENS
+}
+
+/// How the certificates of checkpoints are made.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct CertificatePlan {
+    /// Plain texts, to which no chat template is applied. Each certificate has the 8 of them on which base model and checkpoint
+    /// differ most, with their texts: do not give texts that those who receive a checkpoint may not read. Texts with fewer than 2
+    /// or more than 64 tokens are left out.
+    pub prompts: Vec<String>,
 }
 
 /// When checkpoints are saved and which ones are kept.

@@ -109,6 +109,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         optimizer: spec.optimizer.clone(),
         training,
         checkpoints,
+        certificate: spec.certificate.clone(),
         early_stopping,
         doctor: spec.doctor.clone(),
         metadata: spec.metadata.clone(),

@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 use super::document::TrainingSpec;
 use super::foreign::advice;
 use super::reader::Reader;
-use super::settings::{GREEDY_TEMPERATURE, LORA, OPTIMIZER, SAMPLING, Section, TRAINING, WARM_START};
-use super::{FULL_LEARNING_RATE, LoraPlan, OptimizerPlan, SamplingPlan, WarmStartPlan};
+use super::settings::{CERTIFICATE, GREEDY_TEMPERATURE, LORA, OPTIMIZER, SAMPLING, Section, TRAINING, WARM_START};
+use super::{CertificatePlan, FULL_LEARNING_RATE, LoraPlan, OptimizerPlan, SamplingPlan, WarmStartPlan};
 
 /// Reads a section that consists only of the settings in its table.
 pub(super) fn read_section<T: DeserializeOwned>(section: &Section, reader: Reader<'_>) -> T {
@@ -28,6 +28,13 @@ pub(super) fn read_greedy_sampling(reader: Reader<'_>, defaults: &SamplingPlan) 
 pub(super) fn read_lora(document: &Reader<'_>) -> Option<LoraPlan> {
     let full = document.has("lora") && document.field("lora").value().is_none_or(|value| value == &json!(false));
     (!full).then(|| read_section(&LORA, document.section("lora")))
+}
+
+/// Reads the settings of certificates; `None` if the required one is missing, which is reported.
+pub(super) fn read_certificate(reader: Reader<'_>) -> Option<CertificatePlan> {
+    let values = CERTIFICATE.read(&reader);
+    reader.finish(advice);
+    values.into_section()
 }
 
 pub(super) fn read_warm_start(reader: Reader<'_>) -> Option<WarmStartPlan> {

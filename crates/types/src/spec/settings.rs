@@ -28,7 +28,7 @@ use utoipa::openapi::schema::Schema;
 
 use super::reader::Field;
 
-pub(super) use checkpoints::CHECKPOINTS;
+pub(super) use checkpoints::{CERTIFICATE, CHECKPOINTS};
 pub(super) use eval::{DEFAULT_MARGIN, EVAL, WARM_START};
 pub(super) use lora::{ALL_LINEAR, LORA};
 pub(super) use optimizer::OPTIMIZER;
@@ -43,7 +43,7 @@ pub(super) use warm_up::WARM_UP;
 pub(super) use watch::{DOCTOR, EARLY_STOPPING};
 
 /// All sections, in the order of the form and of the reference page.
-pub(super) static SECTIONS: [&Section; 11] = [
+pub(super) static SECTIONS: [&Section; 12] = [
     &TRAINING,
     &RLOO,
     &SAMPLING,
@@ -51,6 +51,7 @@ pub(super) static SECTIONS: [&Section; 11] = [
     &LORA,
     &EVAL,
     &CHECKPOINTS,
+    &CERTIFICATE,
     &EARLY_STOPPING,
     &DOCTOR,
     &WARM_START,

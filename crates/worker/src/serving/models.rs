@@ -95,7 +95,17 @@ impl Models {
     ) -> Models {
         let (models, pending, running) = (Vec::new(), VecDeque::new(), HashMap::new());
         let memory_bytes = memory_limit.unwrap_or(UNKNOWN_MEMORY);
-        Models { backend, memory_bytes, max_rows, sender, models, loading: None, pending, running, dropped: Counts::default() }
+        Models {
+            backend,
+            memory_bytes,
+            max_rows,
+            sender,
+            models,
+            loading: None,
+            pending,
+            running,
+            dropped: Counts::default(),
+        }
     }
 
     /// Whether no model has anything to generate.

@@ -65,9 +65,11 @@ impl Cache {
     /// Announces a prompt of `length` tokens that begins with `shared` tokens of another one; their keys and values are copied.
     pub(super) fn announce_after(&mut self, kept: &Prompt, shared: usize, length: usize) -> Option<usize> {
         let Cache { heads, windows, prompts, .. } = self;
-        let copied = kept.layers.iter().zip(windows.iter()).map(|(segment, window)| {
-            segment.beginning(heads, first_seen(shared, *window)..shared)
-        });
+        let copied = kept
+            .layers
+            .iter()
+            .zip(windows.iter())
+            .map(|(segment, window)| segment.beginning(heads, first_seen(shared, *window)..shared));
         let layers = copied.collect::<Option<Vec<Segment>>>()?;
         prompts.push(Arc::new(Prompt { len: length, layers }));
         Some(prompts.len() - 1)

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 
 use super::Decoder;
+use super::serving::KeptPrompts;
 use crate::backend::{Choice, Chosen, Decode, Step, Tokens};
 use crate::error::{EngineError, Result};
 use crate::model::Adapter;
-use super::serving::KeptPrompts;
 use crate::model::decode::{Picks, RowAdapters, Rows};
 use crate::model::layer::{self, Places};
 use crate::model::linear::Residual;
@@ -27,7 +27,16 @@ impl<B: Decode> Decoder<B> {
         self.backend.release_cached();
         let windows: Vec<Option<usize>> = self.layers.iter().map(|layer| layer.window).collect();
         let cache = self.backend.new_cache(&layer::heads(&self.config), &windows);
-        Rows { adapters: RowAdapters::Same(adapter), kept: KeptPrompts::default(), cache, hidden: None, picked: None, due: None, lengths: Vec::new(), most: Vec::new() }
+        Rows {
+            adapters: RowAdapters::Same(adapter),
+            kept: KeptPrompts::default(),
+            cache,
+            hidden: None,
+            picked: None,
+            due: None,
+            lengths: Vec::new(),
+            most: Vec::new(),
+        }
     }
 
     /// Computes each distinct prompt once and appends `num_copies` rows per prompt, prompt by prompt.
@@ -125,13 +134,7 @@ impl<B: Decode> Decoder<B> {
     }
 
     /// Chooses the next token of some sequences.
-    pub fn choose_of(
-        &self,
-        rows: &Rows<B>,
-        which: &[u32],
-        choice: Choice<'_>,
-        chosen: &mut Vec<Chosen>,
-    ) -> Result<()> {
+    pub fn choose_of(&self, rows: &Rows<B>, which: &[u32], choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         chosen.clear();
         let Some(hidden) = rows.hidden.as_ref().filter(|_| !which.is_empty()) else { return Ok(()) };
         let hidden = self.backend.select_rows(hidden, which)?;

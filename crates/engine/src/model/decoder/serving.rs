@@ -7,13 +7,13 @@ use super::generate::last_rows;
 use super::{Decoder, Lora};
 use crate::backend::Decode;
 use crate::error::{EngineError, Result};
+use crate::kernels::attention::BLOCK;
 use crate::model::decode::Rows;
 use crate::model::layer::Places;
 use crate::model::linear::Residual;
 use crate::model::packing::Packing;
 use crate::model::pass::{Applied, Pass};
 use crate::model::rope::Angles;
-use crate::kernels::attention::BLOCK;
 use crate::spec::footprint::PREFILL_TOKENS;
 
 /// Number of tokens from which equal beginnings of prompts are computed once.

@@ -2,9 +2,13 @@
 
 use utoipa::PartialSchema;
 
+use serde_json::{Value, json};
+
 use super::DefaultValue::Whole;
 use super::{Kind, MAX_STEPS, Section, Setting, Trl};
-use crate::spec::plan::CheckpointPlan;
+use crate::spec::plan::{CertificatePlan, CheckpointPlan};
+use crate::spec::reader::Field;
+use crate::spec::schema::any;
 
 /// Maximum number of seconds between checkpoints, about a year.
 const MAX_SECONDS: u64 = 31_622_400;
@@ -32,3 +36,27 @@ pub(in crate::spec) static CHECKPOINTS: Section = Section::new(
     ],
 )
 .of_plan(CheckpointPlan::schema);
+
+/// Maximum number of prompts of a job's own for its certificates, and of characters in each.
+const MAX_PROMPTS: usize = 64;
+const MAX_PROMPT_CHARS: usize = 1000;
+
+pub(in crate::spec) static CERTIFICATE: Section = Section::new(
+    "certificate",
+    "Certificate",
+    "The prompts of the checkpoints' certificates. Without this section, they are those that are part of rlood.",
+    &[Setting::new("prompts", Kind::Own { read: read_prompts, schema: any, says: "a list of 1 to 64 texts" })
+        .required("give a list of texts, or leave out certificate")],
+)
+.of_plan(CertificatePlan::schema)
+.optional();
+
+fn read_prompts(field: &Field<'_>) -> Option<Value> {
+    let items = field.items()?;
+    if !(1..=MAX_PROMPTS).contains(&items.len()) {
+        let detail = format!("a job must have 1 to {MAX_PROMPTS} prompts for its certificates, not {}", items.len());
+        field.fail("out_of_range", detail);
+    }
+    let texts: Vec<&str> = items.iter().take(MAX_PROMPTS).filter_map(|item| item.nonempty(MAX_PROMPT_CHARS)).collect();
+    Some(json!(texts))
+}
