@@ -82,8 +82,11 @@ impl Served {
             new_logps.push(known[best]);
             let mut order: Vec<usize> = (0..known.len()).collect();
             order.sort_by(|one, other| known[*other].total_cmp(&known[*one]));
-            let named =
-                order.iter().take(20).map(|id| (self.text.decode(&[*id as u32], false).unwrap(), json!(known[*id])));
+            let named = order
+                .iter()
+                .take(20)
+                .rev()
+                .map(|id| (self.text.decode(&[*id as u32], false).unwrap(), json!(known[*id])));
             top.push(Value::Object(named.collect()));
             all.push(best as u32);
         }
