@@ -70,7 +70,7 @@ impl Served {
             .chain(rows.iter().zip(&ids[1..]).map(|(row, id)| json!(row[*id as usize])))
             .collect();
         let mut all = ids.clone();
-        let (mut new, mut new_logps) = (Vec::new(), Vec::new());
+        let (mut new, mut new_logps, mut top) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..body["max_tokens"].as_u64().unwrap() {
             let mut row = self.logps(&all).pop().unwrap();
             let known = row.clone();
@@ -80,6 +80,14 @@ impl Served {
             let best = (0..row.len()).max_by(|one, other| row[*one].total_cmp(&row[*other])).unwrap();
             new.push(best as u32);
             new_logps.push(known[best]);
+            let mut order: Vec<usize> = (0..known.len()).collect();
+            order.sort_by(|one, other| known[*other].total_cmp(&known[*one]));
+            let named = order
+                .iter()
+                .take(20)
+                .rev()
+                .map(|id| (self.text.decode(&[*id as u32], false).unwrap(), json!(known[*id])));
+            top.push(Value::Object(named.collect()));
             all.push(best as u32);
         }
         let logprobs = match self.manner {
@@ -91,7 +99,7 @@ impl Served {
             Manner::LlamaCpp => json!({"content": [{"id": new[0], "logprob": new_logps[0], "top_logprobs": []}]}),
             Manner::Texts => {
                 let texts: Vec<String> = new.iter().map(|id| self.text.decode(&[*id], false).unwrap()).collect();
-                json!({"tokens": texts, "token_logprobs": new_logps, "top_logprobs": []})
+                json!({"tokens": texts, "token_logprobs": new_logps, "top_logprobs": top})
             }
             Manner::Vllm | Manner::Echo => Value::Null,
         };

@@ -224,5 +224,5 @@ fn of_sampled(choice: &Value, prompt: &CertifiedPrompt) -> Option<Measured> {
         }
         *place = logps.get(index).and_then(Value::as_f64);
     }
-    measured.iter().any(Option::is_some).then_some(measured)
+    Some(measured)
 }
