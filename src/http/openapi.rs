@@ -17,19 +17,24 @@ use crate::spec::HubDataset;
 const BEARER: &str = "bearer";
 const SESSION: &str = "session";
 const PROBLEM: &str = "Problem";
+const OPENAI_ERROR: &str = "OpenAiError";
 const DESCRIPTION: &str = "RLOO (REINFORCE Leave-One-Out) training of language models as an HTTP service.\n\n\
     A job needs a model, a dataset and a reward. Errors are `application/problem+json` (RFC 9457): check `code`. \
     Lists are `{data, next}`: send `next` as `after`. Times are RFC 3339 in UTC. \
     Bodies may be sent with `content-encoding: gzip`. `x-request-id` is taken from the request or generated, and returned.\n\n\
     Workers (`rlood worker`) use a separate protocol, which is not in this document; a worker whose protocol version differs from \
     the server's is refused with 409 `protocol_mismatch` and gets no job until it is updated.";
-const TAGS: [(&str, &str); 11] = [
+const TAGS: [(&str, &str); 12] = [
     ("Jobs", "Training jobs: submit, monitor, control."),
     ("Datasets", "Prompts and the columns that rewards need; immutable."),
     ("Models", "Directories in Hugging Face's layout that jobs train on."),
     ("Verdicts", "Base model and trained model compared on the same rows."),
     ("Adapters", "Uploaded or downloaded PEFT adapters that jobs start from."),
     ("Artifacts", "Checkpoints and adapters of jobs."),
+    (
+        "Serving",
+        "Base models and checkpoints over the API of OpenAI. Errors are objects `{error: {message, type, param, code}}`.",
+    ),
     ("Rewards", "Test a reward before a job depends on it; monitor the rewards of a job."),
     ("System", "Health, metrics, workers, sessions."),
     ("Keys", "API keys and the audit log."),
@@ -48,6 +53,10 @@ pub(super) fn head() -> OpenApi {
         .description("The error as a problem (RFC 9457).")
         .content("application/problem+json", ContentBuilder::new().schema(Some(Ref::from_schema_name(PROBLEM))).build())
         .build();
+    let openai_error = ResponseBuilder::new()
+        .description("The error in OpenAI's form.")
+        .content("application/json", ContentBuilder::new().schema(Some(Ref::from_schema_name(OPENAI_ERROR))).build())
+        .build();
     let bearer = Http::builder()
         .scheme(HttpAuthScheme::Bearer)
         .description(Some(
@@ -64,6 +73,7 @@ pub(super) fn head() -> OpenApi {
         .schema_from::<HubDataset>()
         .schema_from::<ProblemBody>()
         .response(PROBLEM, problem)
+        .response(OPENAI_ERROR, openai_error)
         .security_scheme(BEARER, SecurityScheme::Http(bearer))
         .security_scheme(SESSION, SecurityScheme::ApiKey(ApiKey::Cookie(session)));
     OpenApiBuilder::new().info(info).tags(Some(tags)).components(Some(components.build())).build()
@@ -99,8 +109,13 @@ pub fn openapi() -> OpenApi {
                     parameter.schema = Some(idempotency_key());
                 }
             }
-            // Every error response of every operation is a problem document. Handlers list the responses that have a specific
-            // meaning.
+            // Every error response of every operation is a problem document, or an error in OpenAI's form. Handlers list the responses
+            // that have a specific meaning.
+            if super::v1::is_openai(path) {
+                let error = RefOr::Ref(Ref::from_response_name(OPENAI_ERROR));
+                operation.responses.responses.entry("default".to_owned()).or_insert(error);
+                continue;
+            }
             let problem = RefOr::Ref(Ref::from_response_name(PROBLEM));
             operation.responses.responses.entry("default".to_owned()).or_insert(problem);
             for (status, response) in &mut operation.responses.responses {

@@ -327,7 +327,7 @@ async fn keys_and_places_limit_what_is_served() {
     let flags = ["--serve-max-answers", "3", "--serve-max-answers-per-owner", "2"];
     let server = Server::start_with(&dir.path().join("data"), "cpu", &flags);
     register(&server, "tiny", &tiny()).await;
-    let endless = json!({"model": "tiny", "prompt": "a", "max_tokens": 200, "ignore_eos": true, "n": 2, "temperature": 0, "stream": true});
+    let endless = json!({"model": "tiny", "prompt": "a", "max_tokens": 100, "ignore_eos": true, "n": 2, "temperature": 0, "stream": true});
     let open = post(&server, "/v1/completions", &endless).await;
     assert_eq!(open.status(), 200);
     let mut lines = open.bytes_stream();
