@@ -39,11 +39,12 @@ function ChatOf({ run, job }) {
 
 const textOf = (answer) => answer.pieces.map(({ text }) => text).join("");
 
+/** Whether a model gave no answer, not even an empty one. */
+const isMissing = (answer) => !answer?.pieces.length && !["complete", "truncated"].includes(answer?.state);
+
 /** Lists the earlier turns that a model has answered, as `[message, answer]`. Each model sees its own answers only. */
-function historyOf(turns, side) {
-  const pairs = turns.map(({ message, answers }) => [message, answers.find((answer) => answer.side === side)]);
-  return pairs.map(([message, answer]) => [message, answer ? textOf(answer) : ""]).filter(([, text]) => text !== "");
-}
+const historyOf = (turns, side) =>
+  turns.map(({ message, answers }) => [message, answers.find((answer) => answer.side === side)]).filter(([, answer]) => !isMissing(answer)).map(([message, answer]) => [message, textOf(answer)]);
 
 /** Builds path and body of a request. A model without a chat template gets the conversation as plain text. */
 function requestOf({ model, history, system, message, settings, hasTemplate, withLogprobs }) {
@@ -63,7 +64,7 @@ function useTurns() {
   const ask = async (message, models, makeRequest, signal) => {
     const answers = models.map((model) => ({ ...model, pieces: [], state: "running", tokens: null, error: null }));
     // A turn without any answer is replaced by the next one.
-    const earlier = turns.filter(({ answers }) => answers.some(({ pieces }) => pieces.length));
+    const earlier = turns.filter(({ answers }) => !answers.every(isMissing));
     // A copy for each change, so that the view is drawn again.
     const show = () => setTurns([...earlier, { message, answers: answers.map((answer) => ({ ...answer })) }]);
     const follow = async (answer) => {
@@ -131,7 +132,7 @@ function Conversation({ job, checkpoints, hasTemplate }) {
     followEnd();
     const answers = await ask(message, withBase ? [base, trained] : [trained], makeRequest, abort.current.signal);
     setErrors(answers.flatMap(({ error }) => error?.errors ?? []).filter(({ pointer }, index, all) => all.findIndex((other) => other.pointer === pointer) === index));
-    if (answers.every(({ pieces }) => !pieces.length)) setMessage((text) => text || message);
+    if (answers.every(isMissing)) setMessage((text) => text || message);
     announce(answers.every(({ state }) => state === "failed") ? "The request failed" : plural(answers.length, "answer"));
   };
   const errorsAt = (name) => errors.filter(({ pointer }) => pointer === `/${name}`);
