@@ -250,16 +250,19 @@ test("a model without a chat template gets plain text, and the page says so", { 
 
 test("a session with a key can chat, and one with a read-only key is told why not", { timeout: 180_000 }, async () => {
   const locked = await startServer({ devices: "cpu", env: { RLOOD_API_KEY: KEY, RLOOD_MODEL_ROOT: process.env.RLOOD_ASSETS } });
-  const api = (method, path, body) => locked.api(method, path, body, { authorization: `Bearer ${KEY}` });
+  const apiOf = (key) => (method, path, body) => locked.api(method, path, body, { authorization: `Bearer ${key}` });
   try {
+    await apiOf(KEY)("POST", "/models", { id: "rlood/tiny", source: `${process.env.RLOOD_ASSETS}/tiny` });
+    const create = async (name, ...scopes) => (await apiOf(KEY)("POST", "/keys", { name, scopes, owner: "team" })).key;
+    const [writer, reader] = [await create("writer", "read", "submit"), await create("reader", "read")];
+    const api = apiOf(writer);
     const { id } = await finished({ api }, await submit({ api }, { name: "locked", steps: 2 }));
-    const { key } = await api("POST", "/keys", { name: "reader", scopes: ["read"] });
     const open = (key, check) => visit(browser, locked.url, `#/jobs/${id}/chat`, async (page) => {
       await page.getByLabel("API key", { exact: true }).fill(key);
       await page.getByRole("button", { name: "Sign in" }).click();
       await check(page);
     }, { allow: /401|404/ });
-    await open(KEY, async (page) => {
+    await open(writer, async (page) => {
       await message(page).fill("What is 2 + 2?");
       const [request] = await Promise.all([page.waitForRequest("**/v1/chat/completions"), send(page).click()]);
       assert.ok(request.headers()["x-csrf-token"]);
@@ -269,7 +272,7 @@ test("a session with a key can chat, and one with a read-only key is told why no
       await page.getByRole("link", { name: "Checkpoints" }).click();
       assert.match(await page.getByLabel("openai", { exact: true }).innerText(), /api_key=os\.environ\["RLOOD_API_KEY"\]/);
     });
-    await open(key, (page) => page.getByText(/Your API key is read-only. To chat, sign in/).waitFor());
+    await open(reader, (page) => page.getByText(/Your API key is read-only. To chat, sign in/).waitFor());
   } finally {
     await locked.stop();
   }
