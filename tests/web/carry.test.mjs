@@ -107,7 +107,7 @@ test("the certificate shows effect, precision and prompts, and the command that 
     assert.match(facts, new RegExp(`Effect\\s+${round(effect.rms_nats)} nats\\s+root mean square of ${effect.num_tokens} tokens`));
     assert.match(facts, new RegExp(`Largest difference\\s+${round(effect.max_nats)} nats`));
     assert.match(facts, new RegExp(`Precision\\s+${dtype}\\s+Base model\\s+rlood/tiny`));
-    await panel.getByText(`${prompts.length} prompts, the largest difference first`).click();
+    await panel.getByText(`${prompts.length} prompts on which base model and checkpoint differ most`).click();
     const rows = await panel.locator("tbody tr").evaluateAll((rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent)));
     const largest = ({ base, trained }) => Math.max(...trained.map((logprob, index) => Math.abs(logprob - base[index])));
     const shown = ([text, continuation, , difference]) => [text, continuation, Number(difference)];

@@ -74,7 +74,7 @@ const openMore = {
     await page.getByText(/ tokens? · /).last().waitFor({ timeout: 60_000 });
   },
   async checkpoints(page) {
-    await page.getByText(/prompts?, the largest difference first/).click();
+    await page.getByText(/prompts? on which base model and checkpoint differ most/).click();
   },
   async rewards(page) {
     const first = page.locator(".exchange summary").first();

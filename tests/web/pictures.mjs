@@ -40,7 +40,7 @@ const waitUntil = async (test) => {
 async function chat(page) {
   await page.getByLabel("Seed").fill("6");
   await page.getByLabel("Temperature").fill("1.5");
-  for (const text of ["What is 29 + 13?", "What is 7 + 8?"]) {
+  for (const text of ["What is 29 + 13?", "Tell me about spiders."]) {
     await page.getByLabel("Message", { exact: true }).fill(text);
     await page.getByRole("button", { name: "Send" }).click();
     await page.locator(".said", { hasText: text }).waitFor();
@@ -58,7 +58,7 @@ async function pushTwice(server, job) {
   pushHub.hold(true);
   const second = await push("ann/sums-merged", { format: "merged" });
   await waitUntil(async () => (await server.api("GET", `/pushes/${second.id}`)).stage === "uploading");
-  return (page) => page.getByText(/prompts?, the largest difference first/).click();
+  return (page) => page.getByText(/prompts? on which base model and checkpoint differ most/).click();
 }
 
 try {

@@ -36,9 +36,9 @@ function Content({ certificate: { effect, dtype, model, load_in_4bit, lora, prom
   return html`<p class="dim small">What base model and checkpoint compute for ${plural(prompts.length, "prompt")}. With it, <code>rlood verify</code> tells whether a server applies the checkpoint.</p>
     <${Facts} facts=${[["Effect", `${number(effect.rms_nats)} nats`, `root mean square of ${plural(effect.num_tokens, "token")}`], ["Largest difference", `${number(effect.max_nats)} nats`], ["Precision", precision], ["Base model", model.name], !lora && ["Weights", "all trained"]].filter(Boolean)} />
     <div class="usage"><h4>Check a server</h4><${Code} text=${command} label="Verify" /></div>
-    <details><summary>${plural(prompts.length, "prompt")}, the largest difference first</summary>
-      <${Table} label="Prompts of the certificate" head=${["Prompt", "Continuation of the checkpoint", "#Effect", "#Largest difference"]}>${prompts.map((prompt, index) => html`<${Prompt} key=${index} prompt=${prompt} />`)}<//>
-      <p class="dim small">Differences of the log-probabilities of all tokens of a prompt and its continuation, in nats. A token of the continuation is shaded if base model and checkpoint differ; point at it to read both.</p></details>
+    <details><summary>${plural(prompts.length, "prompt")} on which base model and checkpoint differ most</summary>
+      <${Table} label="Prompts of the certificate" head=${["Prompt", "Continuation of the checkpoint", "#Total difference", "#Largest"]}>${prompts.map((prompt, index) => html`<${Prompt} key=${index} prompt=${prompt} />`)}<//>
+      <p class="dim small">Absolute differences of the log-probabilities of the tokens of a prompt and its continuation, in nats. A token of the continuation is shaded if base model and checkpoint differ; point at it to read both.</p></details>
     ${!files.some(isFile) && html`<p><a href=${`/checkpoints/${id}/certificate`} download="certificate.json">certificate.json</a></p>`}`;
 }
 
@@ -46,12 +46,12 @@ function Prompt({ prompt: { text, prompt_ids, continuation, base, trained } }) {
   // Base model and checkpoint by token, from the prompt's second one on. The base model's are null where they are not known.
   const pairs = trained.map((logprob, index) => [base[index], logprob]);
   const differences = pairs.filter(([one]) => one !== null).map(([one, other]) => Math.abs(one - other));
-  const effect = Math.sqrt(differences.reduce((sum, difference) => sum + difference ** 2, 0) / differences.length);
+  const total = differences.reduce((sum, difference) => sum + difference, 0);
   const pieces = continuation.map((token, index) => {
     const [one, other] = pairs[prompt_ids.length - 1 + index];
     const title = `${JSON.stringify(token)}: base model ${number(one)}, checkpoint ${number(other)} nats`;
     return [token, title, one === null ? 0 : Math.min(1, Math.abs(one - other) / STRONGEST_NATS)];
   });
   return html`<tr><td class="words">${text}</td><td class="words"><${TokenText} label="Continuation" pieces=${pieces} /></td>
-    <td class="num">${number(effect)}</td><td class="num">${number(Math.max(...differences))}</td></tr>`;
+    <td class="num">${number(total)}</td><td class="num">${number(Math.max(...differences))}</td></tr>`;
 }

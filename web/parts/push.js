@@ -72,8 +72,7 @@ function Push({ one, reload }) {
   const isWeb = /^https?:\/\//.test(url ?? "");
   return html`<div class="row between wrap"><span>${FORMATS[format] ?? format} to ${isWeb ? html`<a href=${url} target="_blank" rel="noreferrer">${repo}</a>` : repo} <span class="tag">${state}</span></span>
       ${!isOver(one) && hasScope("submit") && html`<button class="mini" disabled=${busy} aria-label=${`Cancel the push to ${repo}`} onClick=${cancel}>Cancel</button>`}</div>
-    ${!isOver(one) && html`<p class="dim small">${STAGES[stage] ?? "Waiting for earlier pushes"} ${progress.total > 0 && html`<progress max=${progress.total} value=${progress.done} aria-label="Progress of the push"></progress>
-      ${stage === "uploading" && html`<span class="num">${bytes(progress.done)} of ${bytes(progress.total)}</span>`}`}</p>`}
+    ${!isOver(one) && html`<p class="dim small">${STAGES[stage] ?? "Waiting for earlier pushes"} ${progress.total > 0 && html`<progress max=${progress.total} value=${progress.done} aria-label="Progress of the push"></progress> ${stage === "uploading" && html`<span class="num">${bytes(progress.done)} of ${bytes(progress.total)}</span>`}`}</p>`}
     ${is_new === false && html`<p class="dim small">The repository has these files already.</p>`}
     ${one.error && html`<p class="bad">${one.error.message} <span class="dim small">${one.error.code}</span></p>`}
     <${ProblemBox} error=${error} />`;
