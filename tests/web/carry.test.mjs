@@ -6,6 +6,7 @@ import { tmpdir } from "node:os";
 import { dirname, join } from "node:path";
 import { after, before, test } from "node:test";
 import { startBrowser, visit } from "./browser.mjs";
+import { CORPUS } from "./corpus.mjs";
 import { finished, submit } from "./job.mjs";
 import { startPushHub, WRITE_TOKEN } from "./push-hub.mjs";
 import { startFront, startServer } from "./server.mjs";
@@ -67,11 +68,12 @@ test("a merged model is pushed to a public repository, and a repeated push says 
     await panel.getByLabel("Repository", { exact: true }).fill("ann/merged");
     await panel.getByLabel("Files to push").selectOption("merged");
     await panel.getByLabel("Create the repository as private").uncheck();
-    for (const text of ["succeeded", "The repository has these files already."]) {
+    for (const text of [/^Merged model to ann\/merged succeeded$/, /already/]) {
       await panel.getByLabel("Hugging Face token").fill(WRITE_TOKEN);
       await push(panel).click();
-      await latest(panel).getByText(text).waitFor({ timeout: 60_000 });
+      await latest(panel).filter({ hasText: text }).waitFor({ timeout: 60_000 });
     }
+    await latest(panel).getByText("The repository has these files already.").waitFor();
     const { private: isPrivate, files } = hub.repos.get("ann/merged");
     assert.equal(isPrivate, false);
     assert.ok(files.has("model.safetensors") && files.has("tokenizer.json") && !files.has("adapter_model.safetensors"));
@@ -144,6 +146,29 @@ test("a checkpoint without a certificate has a button that computes it", { timeo
   } finally {
     await front.stop();
   }
+});
+
+test("texts of certificates and of the hub are shown as text, and only web addresses become links", { timeout: 60_000 }, async () => {
+  const push = { id: "psh_1", repo: "ann/x", format: "adapter", state: "succeeded", stage: null, progress: { done: 1, total: 1 }, url: "javascript:window.pwned(1)", is_new: true, error: null };
+  const failed = CORPUS.map((message, index) => ({ ...push, id: `psh_x${index}`, state: "failed", url: null, error: { code: "hub", message } }));
+  const [first] = certificate.prompts;
+  const prompts = CORPUS.map((text) => ({ ...first, text, continuation: first.continuation.map(() => text) }));
+  await openCheckpoint(async (page) => {
+    const ran = [];
+    await page.exposeFunction("pwned", (what) => ran.push(what));
+    const answer = (body) => (route) => route.fulfill({ status: 200, contentType: "application/json", body: JSON.stringify(body) });
+    await page.route("**/pushes", answer({ data: [push, ...failed], next: null }));
+    await page.route("**/certificate", answer({ ...certificate, prompts }));
+    await page.reload();
+    await panelOf(page, "Certificate").getByText(/prompts on which/).click();
+    const texts = await panelOf(page, "Certificate").locator("tbody td:first-child").evaluateAll((all) => all.map((cell) => cell.textContent));
+    assert.deepEqual(texts, CORPUS);
+    const errors = await panelOf(page, "Pushes").locator(".bad").evaluateAll((all) => all.map((element) => element.firstChild.textContent));
+    assert.deepEqual(errors.map((text) => text.trim()), CORPUS.map((text) => text.trim()));
+    assert.equal(await panelOf(page, "Pushes").getByRole("link").count(), 0);
+    assert.equal(await page.locator("main script, main img, main iframe, main style, main svg").count(), 0);
+    assert.deepEqual(ran, []);
+  });
 });
 
 test("each line is copied as it is shown, and the copied lines work", { timeout: 120_000 }, () =>
