@@ -1,5 +1,6 @@
 // The routes: `[pattern, title, view]`. A view is `export default function View({ params })`.
 import Access from "./views/access.js";
+import Chat from "./views/chat.js";
 import Checkpoints from "./views/checkpoints.js";
 import Compare from "./views/compare.js";
 import Config from "./views/config.js";
@@ -20,6 +21,7 @@ export const routes = [
   ["/jobs/:id/samples", "Samples", Samples],
   ["/jobs/:id/checkpoints", "Checkpoints", Checkpoints],
   ["/jobs/:id/playground", "Playground", Playground],
+  ["/jobs/:id/chat", "Chat", Chat],
   ["/jobs/:id/rewards", "Rewards", RewardHealth],
   ["/jobs/:id/logs", "Events and logs", Logs],
   ["/jobs/:id/config", "Configuration", Config],

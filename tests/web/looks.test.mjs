@@ -34,6 +34,7 @@ const views = {
   prompt: () => `#/jobs/${one.id}/samples?prompt_id=row_1`,
   checkpoints: () => `#/jobs/${one.id}/checkpoints`,
   playground: () => `#/jobs/${one.id}/playground`,
+  chat: () => `#/jobs/${one.id}/chat`,
   rewards: () => `#/jobs/${other.id}/rewards`,
   events: () => `#/jobs/${one.id}/logs`,
   log: () => `#/jobs/${one.id}/logs?of=log`,
@@ -64,6 +65,16 @@ const openMore = {
     await page.waitForFunction(() => document.querySelector("textarea")?.value);
     await page.getByRole("button", { name: "Generate with both models" }).click();
     await page.getByRole("heading", { name: "Completions", exact: true }).waitFor({ timeout: 60_000 });
+  },
+  async chat(page) {
+    await page.getByLabel("Log-probabilities of tokens").check();
+    await page.getByLabel("Temperature").fill("1.6");
+    await page.getByLabel("Message", { exact: true }).fill("What is 2 + 3?");
+    await page.getByRole("button", { name: "Send" }).click();
+    await page.getByText(/ tokens? · /).last().waitFor({ timeout: 60_000 });
+  },
+  async checkpoints(page) {
+    await page.getByText(/prompts? on which base model and checkpoint differ most/).click();
   },
   async rewards(page) {
     const first = page.locator(".exchange summary").first();

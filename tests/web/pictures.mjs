@@ -4,14 +4,16 @@
 import { startBrowser, visit, SHOTS } from "./browser.mjs";
 import { startHub } from "./hub.mjs";
 import { finished, prompts, submit } from "./job.mjs";
+import { startPushHub, WRITE_TOKEN } from "./push-hub.mjs";
 import { startServer } from "./server.mjs";
 
 const CSV = "question,solution,level\n" + [...Array(40).keys()].map((n) => `What is ${n} + ${n + 2}?,${2 * n + 2},${1 + (n % 3)}\n`).join("");
 
 const hub = await startHub();
+const pushHub = await startPushHub();
 const browser = await startBrowser();
 const env = { HF_ENDPOINT: hub.url, HF_HUB_OFFLINE: "0" };
-const start = (devices) => startServer({ devices, env });
+const start = (devices, more) => startServer({ devices, env: { ...env, ...more } });
 
 async function takePicture(server, name, hash, { prepare = async () => {}, fullPage = false, ...options }) {
   await visit(browser, server.url, hash, async (page) => {
@@ -34,13 +36,41 @@ const waitUntil = async (test) => {
   while (!(await test())) await new Promise((done) => setTimeout(done, 200));
 };
 
+/** Sends two messages, the second with log-probabilities. */
+async function chat(page) {
+  await page.getByLabel("Seed").fill("6");
+  await page.getByLabel("Temperature").fill("1.5");
+  for (const text of ["What is 29 + 13?", "Tell me about spiders."]) {
+    await page.getByLabel("Message", { exact: true }).fill(text);
+    await page.getByRole("button", { name: "Send" }).click();
+    await page.locator(".said", { hasText: text }).waitFor();
+    await page.getByRole("button", { name: "Send" }).waitFor();
+    await page.getByLabel("Log-probabilities of tokens").check();
+  }
+}
+
+/** Pushes a checkpoint of a job, and starts a push that stops halfway. Returns what opens the prompts of the certificate. */
+async function pushTwice(server, job) {
+  const [{ id }] = (await server.api("GET", `/jobs/${job}/checkpoints`)).data;
+  const push = (repo, more) => server.api("POST", `/checkpoints/${id}/pushes`, { repo, private: true, ...more }, { "x-hub-token": WRITE_TOKEN });
+  const first = await push("ann/sums");
+  await waitUntil(async () => (await server.api("GET", `/pushes/${first.id}`)).state === "succeeded");
+  pushHub.hold(true);
+  const second = await push("ann/sums-merged", { format: "merged" });
+  await waitUntil(async () => (await server.api("GET", `/pushes/${second.id}`)).stage === "uploading");
+  return (page) => page.getByText(/prompts? on which base model and checkpoint differ most/).click();
+}
+
 try {
-  const demo = await start("cpu");
+  const demo = await start("cpu", { HF_ENDPOINT: pushHub.url });
   const { id } = await finished(demo, await demo.api("POST", "/demo"));
   await demo.api("POST", `/jobs/${id}/verdict`, {});
   await waitUntil(async () => (await demo.api("GET", `/jobs/${id}/verdict`)).result);
   await takePicture(demo, "run", `#/jobs/${id}?smooth=0.5`, { width: 1280, height: 1000 });
   await takePicture(demo, "samples", `#/jobs/${id}/samples?step=4`, { scheme: "dark", width: 1280, height: 760 });
+  await takePagePictures(demo, "chat", `#/jobs/${id}/chat`, chat);
+  await takePagePictures(demo, "checkpoint", `#/jobs/${id}/checkpoints`, await pushTwice(demo, id));
+  pushHub.hold(false);
   await demo.stop();
 
   const empty = await start("none");
@@ -84,4 +114,5 @@ try {
 } finally {
   await browser.close();
   await hub.stop();
+  await pushHub.stop();
 }

@@ -142,6 +142,8 @@ test("a checkpoint shows the hash of each downloaded file, and examples that use
     assert.equal(data[0].files.find(({ name }) => name === "adapter_model.safetensors").sha256, hash);
     const lines = (name) => page.getByLabel(name, { exact: true }).innerText();
     assert.match(await lines("Download"), new RegExp(`curl -fsS ${server.url}/checkpoints/${data[0].id}/archive.tar`));
+    assert.match(await lines("openai"), new RegExp(`base_url="${server.url}/v1"[^]*model="${data[0].id}"`));
+    await page.getByRole("button", { name: "PEFT" }).click();
     assert.match(await lines("PEFT"), /AutoModelForCausalLM.from_pretrained\("rlood\/tiny"[^]*PeftModel.from_pretrained\(model, "careful-step4"\)/);
     await page.getByRole("button", { name: "vLLM" }).click();
     // vLLM does not accept the job's rank, 12; the next accepted value is 16.

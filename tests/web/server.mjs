@@ -1,6 +1,7 @@
 // Starts the binary under test on a free port, with its own data directory.
 import { spawn } from "node:child_process";
 import { mkdtempSync, rmSync } from "node:fs";
+import { createServer as createHttpServer, request as httpRequest } from "node:http";
 import { createConnection, createServer } from "node:net";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -65,4 +66,25 @@ export async function startProxy(url) {
   await new Promise((done) => proxy.listen(0, "127.0.0.1", done));
   const disconnect = () => [...clients].forEach((socket) => socket.resetAndDestroy());
   return { url: `http://127.0.0.1:${proxy.address().port}`, disconnect, stop: () => (disconnect(), new Promise((done) => proxy.close(done))) };
+}
+
+/** Starts a server in front of another one. `answer(request, body, response)` answers a request itself, or returns false to pass it on. */
+export async function startFront(url, answer) {
+  const { hostname, port, host, origin } = new URL(url);
+  const front = createHttpServer(async (request, response) => {
+    const chunks = [];
+    for await (const chunk of request) chunks.push(chunk);
+    const body = Buffer.concat(chunks);
+    if (answer(request, body.toString(), response) !== false) return;
+    const headers = { ...request.headers, host, ...(request.headers.origin && { origin }) };
+    const passed = httpRequest({ hostname, port, path: request.url, method: request.method, headers }, (got) => {
+      response.writeHead(got.statusCode, got.headers);
+      got.pipe(response);
+      response.on("close", () => got.destroy());
+    });
+    passed.on("error", () => response.destroy());
+    passed.end(body);
+  });
+  await new Promise((done) => front.listen(0, "127.0.0.1", done));
+  return { url: `http://127.0.0.1:${front.address().port}`, stop: () => (front.closeAllConnections(), new Promise((done) => front.close(done))) };
 }

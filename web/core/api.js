@@ -54,11 +54,16 @@ export async function send(method, path, options = {}) {
 async function readProblem(response) {
   const fallback = { status: response.status, code: "http", title: response.statusText, detail: `The server responded with HTTP ${response.status}.` };
   try {
-    return new Problem({ ...fallback, ...(await response.json()) });
+    const body = await response.json();
+    return new Problem({ ...fallback, ...(body.error ? fromOpenAi(body.error) : body) });
   } catch {
     return new Problem(fallback);
   }
 }
+
+/** Converts an error of the routes under /v1, `{message, param, code}`, to the members of a problem document. */
+export const fromOpenAi = ({ message, param, code }) =>
+  ({ title: "The model did not answer", detail: message, code, errors: param ? [{ pointer: `/${param.replaceAll(".", "/")}`, code, detail: message }] : [] });
 
 async function requestJson(method, path, options) {
   const response = await send(method, path, options);

@@ -4,5 +4,5 @@ import { Input } from "./field.js";
 
 export const tokenHeaders = (token) => (token ? { "x-hub-token": token.trim() } : {});
 
-export const HubToken = ({ value, set }) => html`<${Input} label="Hugging Face token" optional type="password" autocomplete="off"
-  hint="For gated and private repositories. The server does not store the token." value=${value} set=${set} />`;
+export const HubToken = ({ value, set, hint = "For gated and private repositories. The server does not store the token." }) => html`<${Input} label="Hugging Face token" optional type="password" autocomplete="off"
+  hint=${hint} value=${value} set=${set} />`;

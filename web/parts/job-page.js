@@ -15,6 +15,7 @@ const TABS = [
   ["/samples", "Samples"],
   ["/checkpoints", "Checkpoints"],
   ["/playground", "Playground"],
+  ["/chat", "Chat"],
   ["/rewards", "Rewards"],
   ["/logs", "Logs"],
   ["/config", "Config"],

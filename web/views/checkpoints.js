@@ -1,19 +1,22 @@
 // The checkpoints of a job: metrics, files with sizes and hashes, downloads, and examples that use a checkpoint.
 import { del, post } from "../core/api.js";
 import { bytes, checkpointInterval, number, plural } from "../core/format.js";
+import { useGet } from "../core/load.js";
 import { hrefOf, useFilters } from "../core/router.js";
 import { useCheckpoints } from "../core/run.js";
 import { hasScope, session } from "../core/session.js";
 import { cls, html, useState } from "../core/ui.js";
 import { useAction } from "../core/action.js";
+import { Certificate } from "../parts/certificate.js";
 import { Empty } from "../parts/empty.js";
 import { Exports } from "../parts/exports.js";
 import { jobView } from "../parts/job-page.js";
 import { Loading, ProblemBox } from "../parts/problem.js";
+import { Pushes } from "../parts/push.js";
 import { Switch } from "../parts/switch.js";
 import { Table } from "../parts/table.js";
 import { Ago, Code, Copy } from "../parts/text.js";
-import { usageExamples } from "../parts/usage.js";
+import { usageExamples, verifyCommand } from "../parts/usage.js";
 
 /** Metrics in the list. The details of a checkpoint show all of them. */
 const MAIN_METRICS = ["reward", "eval_reward", "kl", "entropy"];
@@ -67,24 +70,31 @@ function Pin({ checkpoint, reload }) {
 function Details({ job, checkpoint, isResult }) {
   const { id, step, files, metrics } = checkpoint;
   const [chosen, setChosen] = useState(null);
-  const [download, ...examples] = usageExamples({ job, checkpoint, origin: location.origin, needsKey: session.value.state === "in" });
+  const model = useGet(`/models/${encodeURIComponent(job.plan.model.id)}`);
+  const hasTemplate = model.data?.card?.has_chat_template !== false;
+  const isAdapter = files.some(({ name }) => name === "adapter_model.safetensors");
+  const origin = location.origin;
+  const [download, ...examples] = usageExamples({ job, checkpoint, origin, needsKey: session.value.state === "in", hasTemplate });
   const example = examples.find(([title]) => title === chosen) ?? examples[0];
   return html`<section class="panel checkpoint" aria-label=${`Checkpoint of step ${step}`}>
     <h2>Step ${step} ${isResult && html`<span class="tag">result of the job</span>`} <code class="id">${id}</code></h2>
-    <p><a class="button" href=${hrefOf(`/jobs/${job.id}/playground`, { step })}>Compare with the base model</a></p>
+    <p class="row wrap"><a class="button" href=${hrefOf(`/jobs/${job.id}/chat`, { checkpoint: id })}>Chat with this checkpoint</a>
+      <a class="button" href=${hrefOf(`/jobs/${job.id}/playground`, { step })}>Compare with the base model</a></p>
     <div class="columns">
       <div class="stack">
         <h3>Use this checkpoint</h3>
         <${Example} example=${download} />
         <${Switch} label="Program" options=${examples.map(([title]) => [title, title])} value=${example[0]} set=${setChosen} />
         <${Example} example=${example} />
-        <${Exports} checkpoint=${checkpoint} isAdapter=${files.some(({ name }) => name === "adapter_model.safetensors")} />
+        <${Exports} checkpoint=${checkpoint} isAdapter=${isAdapter} />
+        <${Pushes} checkpoint=${checkpoint} isAdapter=${isAdapter} />
       </div>
       <div class="stack">
         <h3>Files</h3>
         <ul class="plain files">${files.map(({ name, size_bytes, sha256 }) => html`<li key=${name}>
           <a href=${`/checkpoints/${id}/files/${encodeURIComponent(name)}`} download>${name}</a> <span class="dim num">${bytes(size_bytes)}</span>
           <div class="hash"><code title="SHA-256">${sha256}</code> <${Copy} text=${sha256} label="Copy hash" /></div></li>`)}</ul>
+        <${Certificate} checkpoint=${checkpoint} command=${verifyCommand({ job, checkpoint, origin })} />
         <details><summary>${plural(Object.keys(metrics).length, "metric")} at step ${step}</summary>
           <dl class="pairs">${Object.entries(metrics).map(([key, value]) => html`<div key=${key}><dt>${key}</dt><dd>${number(value, 6)}</dd></div>`)}</dl></details>
       </div>

@@ -103,7 +103,7 @@ function PromptForm({ run, job, checkpoints }) {
       </div>
       <div class="row wrap"><button class="primary" disabled=${busy}>${busy ? "Generating…" : "Generate with both models"}</button>
         ${busy && html`<button type="button" onClick=${() => abort.current.abort()}>Stop</button>`}
-        <span class="dim small">Both use the same seed. Runs on the server's CPU, alongside training.</span></div>
+        <span class="dim small">Both use the same seed. The server generates alongside training.</span></div>
       <${ProblemBox} error=${error} hasFields=${error && errorsAt("/prompt").length + errorsAt("/checkpoint").length + SETTINGS.flatMap(([pointer]) => errorsAt(pointer)).length} />
     </form>
     ${answer && html`<${Answer} answer=${answer} />`}`;
