@@ -109,7 +109,7 @@ pub struct Push {
     card: bool,
     /// Current state of the push.
     state: TaskState,
-    /// What the push is doing; null once it has ended.
+    /// The current stage of the push; null once it has ended.
     stage: Option<PushStage>,
     /// Progress of the stage.
     progress: TaskProgress,

@@ -55,7 +55,7 @@ const MAX_KEPT: usize = 16;
 /// Time after which the files of a kept model are compared with their registration again.
 const RECHECK: Duration = Duration::from_secs(10);
 
-/// What the server needs of a model to serve it: its tokenizer and card. Kept for the models used last.
+/// The tokenizers and cards of the models that were served last.
 #[derive(Debug, Clone, Default)]
 pub struct Texts(Arc<Mutex<VecDeque<Kept>>>);
 

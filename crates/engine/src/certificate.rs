@@ -230,7 +230,7 @@ fn stopped() -> EngineError {
     EngineError::Input("the certificate was not finished, because the run is to stop".to_owned())
 }
 
-/// What each token adds to the text of the tokens before it. A token that is a part of a character may add nothing.
+/// The text that each token adds to that of the tokens before it. A token that is a part of a character may add nothing.
 fn pieces(text: &Text, ids: &[u32]) -> Result<Vec<String>> {
     let mut before = String::new();
     let mut pieces = Vec::with_capacity(ids.len());

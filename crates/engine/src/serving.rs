@@ -40,7 +40,7 @@ pub struct Counts {
     pub prompt_tokens: u64,
     /// Prompt tokens whose keys and values were taken from other prompts.
     pub reused_tokens: u64,
-    /// Tokens of answers.
+    /// Tokens of all answers.
     pub tokens: u64,
 }
 
@@ -129,7 +129,7 @@ impl Batcher {
         self.limits.cache_bytes = bytes;
     }
 
-    /// The model.
+    /// The model and its adapters.
     pub fn policy(&self) -> &Policy {
         &self.policy
     }

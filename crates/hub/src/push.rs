@@ -30,7 +30,7 @@ const MAX_REGULAR_BYTES: u64 = 64 << 20;
 /// The content of a file to push.
 #[derive(Debug, Clone)]
 pub enum PushContent {
-    /// Bytes in memory.
+    /// Bytes that are in memory.
     Bytes(Vec<u8>),
     /// A file on this machine, whose hash is known.
     File {

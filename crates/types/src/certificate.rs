@@ -23,7 +23,7 @@ pub struct Certificate {
     pub format: String,
     /// Number of optimizer steps of the checkpoint.
     pub step: u64,
-    /// The base model.
+    /// The base model of the checkpoint.
     pub model: CertifiedModel,
     /// The files with the checkpoint's weights, with their sizes and hashes.
     pub files: Vec<FileEntry>,
@@ -34,7 +34,7 @@ pub struct Certificate {
     /// How the base model's linear layers were quantized when they were loaded; null = as they are stored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub load_in_4bit: Option<FourBitPlan>,
-    /// The tokenizer.
+    /// The tokenizer of the base model.
     pub tokenizer: CertifiedTokenizer,
     /// How far the checkpoint is from the base model on these prompts.
     pub effect: Effect,
@@ -54,7 +54,7 @@ pub struct CertifiedModel {
 /// A tokenizer, identified by its file and by what it makes of some texts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CertifiedTokenizer {
-    /// SHA-256 of tokenizer.json.
+    /// SHA-256 of the file tokenizer.json.
     pub sha256: String,
     /// Texts that tokenizers are likely to treat differently, with their token ids.
     pub texts: Vec<TokenizedText>,
@@ -63,9 +63,9 @@ pub struct CertifiedTokenizer {
 /// A text with its token ids, special tokens such as BOS included.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenizedText {
-    /// The text.
+    /// The text that was tokenized.
     pub text: String,
-    /// Its token ids.
+    /// The token ids of the text.
     pub ids: Vec<u32>,
 }
 
@@ -77,7 +77,7 @@ pub struct Effect {
     pub num_tokens: u64,
     /// Sum of the absolute differences.
     pub sum_nats: f64,
-    /// Largest absolute difference.
+    /// The largest absolute difference, in nats.
     pub max_nats: f64,
     /// Root of the mean of the squared differences.
     pub rms_nats: f64,

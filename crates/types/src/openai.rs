@@ -124,7 +124,7 @@ impl ChatFields {
 #[derive(Debug, Clone, PartialEq, Deserialize, ToSchema)]
 #[schema(as = ChatCompletionRequest)]
 pub struct ChatRequest {
-    /// The chat.
+    /// The chat and its limits.
     #[serde(flatten)]
     pub chat: ChatFields,
     /// The settings of generation.
@@ -172,11 +172,11 @@ impl CompletionFields {
 #[derive(Debug, Clone, PartialEq, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum Prompts {
-    /// A text.
+    /// A text, which the server tokenizes.
     Text(String),
-    /// Token ids.
+    /// Token ids, used as they are.
     Ids(Vec<u32>),
-    /// Several texts.
+    /// Several texts, which are answered separately.
     Texts(Vec<String>),
     /// Several lists of token ids.
     IdLists(Vec<Vec<u32>>),
@@ -186,9 +186,9 @@ pub enum Prompts {
 #[derive(Debug, Clone, PartialEq, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum TextOrList {
-    /// A single text.
+    /// A single text, without a list around it.
     One(String),
-    /// Several texts.
+    /// Several texts, in a list.
     Several(Vec<String>),
 }
 
@@ -223,9 +223,9 @@ pub struct ChatCompletion {
     pub model: String,
     /// Version of the server.
     pub system_fingerprint: String,
-    /// The answers.
+    /// The answers, in the order of their indices.
     pub choices: Vec<ChatChoice>,
-    /// Numbers of tokens.
+    /// Numbers of tokens of prompt and answers.
     pub usage: Usage,
     /// Token ids of the prompt, if `return_token_ids` is set.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -237,7 +237,7 @@ pub struct ChatCompletion {
 pub struct ChatChoice {
     /// Index of the answer.
     pub index: u32,
-    /// The message.
+    /// The message of the assistant.
     pub message: ChatMessage,
     /// Log-probs of the answer's tokens, if they were requested.
     pub logprobs: Option<ChatLogprobs>,
@@ -256,7 +256,7 @@ pub struct ChatChoice {
 pub struct ChatMessage {
     /// Always `assistant`.
     pub role: &'static str,
-    /// The text.
+    /// The text of the message.
     pub content: String,
     /// Always null.
     #[schema(value_type = Option<String>)]
@@ -313,7 +313,7 @@ pub struct TextCompletion {
 pub struct TextChoice {
     /// Index of the answer: the prompt's index times `n`, plus the number of the answer.
     pub index: u32,
-    /// The text.
+    /// The text of the answer.
     pub text: String,
     /// Log-probs of the tokens, if they were requested.
     pub logprobs: Option<TextLogprobs>,
@@ -343,7 +343,7 @@ pub struct TextLogprobs {
     pub text_offset: Vec<u64>,
 }
 
-/// A served model.
+/// A model that the server serves.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct ServedModelView {
     /// The name to use as `model`.
@@ -385,9 +385,9 @@ pub struct TokenizeRequest {
 /// The answer of `POST /tokenize`.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Tokenized {
-    /// The token ids.
+    /// The token ids of the text.
     pub tokens: Vec<u32>,
-    /// Number of tokens.
+    /// Number of these tokens.
     pub count: usize,
     /// Maximum number of tokens of prompt and answer.
     pub max_model_len: u64,
@@ -398,28 +398,28 @@ pub struct Tokenized {
 pub struct DetokenizeRequest {
     /// A model; needed if the server has several base models.
     pub model: Option<String>,
-    /// The token ids.
+    /// The token ids to convert.
     pub tokens: Vec<u32>,
 }
 
 /// The answer of `POST /detokenize`.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Detokenized {
-    /// The text.
+    /// The text of the tokens.
     pub prompt: String,
 }
 
 /// The error of a request under `/v1`.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct OpenAiError {
-    /// The error.
+    /// The content of the error.
     pub error: OpenAiErrorBody,
 }
 
 /// The content of an error.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct OpenAiErrorBody {
-    /// What is wrong, and what to do.
+    /// The error that occurred, and the next action to take.
     pub message: String,
     /// Kind of the error, such as `invalid_request_error`.
     #[serde(rename = "type")]

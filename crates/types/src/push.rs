@@ -78,7 +78,7 @@ impl PushRequest {
     }
 }
 
-/// What a push is doing.
+/// The stage of a push.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PushStage {

@@ -199,7 +199,7 @@ pub enum ServingError {
     Stopping,
 }
 
-/// What a serving process holds and does.
+/// The state of a serving process: its models and its work.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServingState {
     /// The loaded models, in order of their last use.

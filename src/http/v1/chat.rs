@@ -160,7 +160,7 @@ pub(super) fn rendered(facts: &Facts, fields: &ChatFields) -> Result<String, Pro
     if !continues {
         return Ok(text);
     }
-    // What the template puts after the last message's text is cut off, as transformers does.
+    // The text that the template puts after the last message is cut off, as transformers does.
     let last = messages.last().and_then(|message| message.get("content")).and_then(Value::as_str).unwrap_or("").trim();
     match text.rfind(last).filter(|_| !last.is_empty()) {
         Some(place) => Ok(text[..place + last.len()].to_owned()),

@@ -32,7 +32,7 @@ struct Served {
     text: Text,
     adapter: Adapter,
     manner: Manner,
-    /// What the server puts before every text: a tokenizer with other rules.
+    /// The text that the server puts before every text: a tokenizer with other rules.
     before: &'static str,
 }
 

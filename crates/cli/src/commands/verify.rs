@@ -70,7 +70,7 @@ fn nats(text: &str) -> Result<f64, String> {
     }
 }
 
-/// What was asked, and what was answered.
+/// The questions to the server, and its answers.
 struct Answers {
     asked: Asked,
     logps: Vec<Measured>,
@@ -135,7 +135,7 @@ async fn certificate(context: &Context, args: &Verify) -> Result<(Certificate, O
     Ok((certificate, Some(id.to_string())))
 }
 
-/// Asks a server.
+/// Asks a server over HTTP.
 async fn of_server(
     context: &Context,
     args: &Verify,

@@ -39,7 +39,7 @@ pub struct Push {
     pub card: bool,
     /// Current state of the push.
     pub state: TaskState,
-    /// What the push is doing; `None` once it has ended.
+    /// The current stage of the push; `None` once it has ended.
     pub stage: Option<PushStage>,
     /// Progress of the stage.
     pub progress: TaskProgress,

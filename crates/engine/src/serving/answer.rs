@@ -51,7 +51,7 @@ impl Answer {
         self.ids.len()
     }
 
-    /// The last token.
+    /// The last token of the answer.
     pub fn last_token(&self) -> Option<u32> {
         self.ids.last().copied()
     }

@@ -29,7 +29,7 @@ const SCALES: (f64, f64) = (-0.5, 4.5);
 /// Number of scales that are tried first; the best of them is refined.
 const STEPS: u32 = 250;
 
-/// What was measured for one prompt: the log-probability of each token as in [`CertifiedPrompt::trained`]; None where the server
+/// The measurement of one prompt: the log-probability of each token as in [`CertifiedPrompt::trained`]; None where the server
 /// does not tell.
 pub type Measured = Vec<Option<f64>>;
 
@@ -90,7 +90,7 @@ impl Finding {
 /// The numbers behind a finding. All differences are in nats.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Comparison {
-    /// The finding.
+    /// The finding about the server.
     pub finding: Finding,
     /// Number of compared tokens.
     pub num_tokens: usize,
@@ -233,7 +233,7 @@ mod tests {
         Certificate::read(document.to_string().as_bytes()).unwrap()
     }
 
-    /// What a server with this scale measures, with alternating noise.
+    /// The measurement of a server with this scale, with alternating noise.
     fn measured(certificate: &Certificate, scale: f64, noise: f64) -> Vec<Measured> {
         let prompt = &certificate.prompts[0];
         let logp = |(index, (base, trained)): (usize, (&Option<f32>, &f32))| {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{Certificate, Measured};
 use crate::spec::Plan;
 
-/// What to compute, sent to the process's standard input as one line of JSON.
+/// The computation to do, sent to the process's standard input as one line of JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CertifyTask {
@@ -30,7 +30,7 @@ pub enum CertifyTask {
         model_dir: PathBuf,
         /// Directory of a PEFT adapter to apply; None = none.
         adapter_dir: Option<PathBuf>,
-        /// The certificate.
+        /// The certificate to check.
         certificate: Box<Certificate>,
     },
 }
@@ -39,15 +39,15 @@ pub enum CertifyTask {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CertifyReport {
-    /// The certificate.
+    /// The certificate that was computed.
     Certified(Box<Certificate>),
-    /// What the model says.
+    /// The log-probabilities of the model.
     Measured {
         /// Log-probabilities, one list per prompt.
         logps: Vec<Measured>,
         /// Token ids that the model's tokenizer makes of the prompts' texts, then of the tokenizer's texts.
         ids: Vec<Vec<u32>>,
     },
-    /// Neither: the reason.
+    /// The reason why there is neither.
     Failed(String),
 }

@@ -30,21 +30,21 @@ const MAX_KEPT: u64 = 1 << 30;
 
 /// The weights that a batcher holds: a base model, or a model whose weights were all trained.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Held {
+struct ModelKey {
     base: ServedBase,
     full: Option<ServedWeights>,
 }
 
-impl Held {
-    fn of(model: &ServedModel) -> Held {
+impl ModelKey {
+    fn of(model: &ServedModel) -> ModelKey {
         let full = model.weights.clone().filter(|weights| weights.full);
-        Held { base: model.base.clone(), full }
+        ModelKey { base: model.base.clone(), full }
     }
 }
 
 /// The result of loading a model in its own thread.
 pub(super) struct Loaded {
-    held: Held,
+    key: ModelKey,
     batcher: Result<Batcher, ServingError>,
 }
 
@@ -57,7 +57,7 @@ struct Pending {
 
 /// A loaded model with the adapters that it serves.
 struct Model {
-    held: Held,
+    key: ModelKey,
     batcher: Batcher,
     /// The adapters and their slots, the least recently used first.
     adapters: Vec<(ServedWeights, u32)>,
@@ -77,11 +77,11 @@ pub(super) struct Models {
     /// The loaded models, the least recently used first.
     models: Vec<Model>,
     /// The model that is being loaded, with its estimated memory.
-    loading: Option<Held>,
+    loading: Option<ModelKey>,
     /// Requests whose model is not loaded, in order.
     pending: VecDeque<Pending>,
     /// The model of each request that was given to a batcher, and the number of its answers that have not ended.
-    running: HashMap<u64, (Held, u32)>,
+    running: HashMap<u64, (ModelKey, u32)>,
     /// Numbers of tokens of models that were dropped.
     dropped: Counts,
 }
@@ -122,33 +122,33 @@ impl Models {
     /// Drops a request.
     pub(super) fn cancel(&mut self, id: u64) -> Vec<FromServing> {
         self.pending.retain(|pending| pending.id != id);
-        let Some((held, _)) = self.running.remove(&id) else { return Vec::new() };
-        let cancelled = match self.models.iter_mut().find(|model| model.held == held) {
+        let Some((key, _)) = self.running.remove(&id) else { return Vec::new() };
+        let cancelled = match self.models.iter_mut().find(|model| model.key == key) {
             Some(model) => model.batcher.cancel(id),
             None => Ok(()),
         };
-        let mut failures = cancelled.map_or_else(|error| self.drop_model(&held, &error), |()| Vec::new());
+        let mut failures = cancelled.map_or_else(|error| self.drop_model(&key, &error), |()| Vec::new());
         failures.extend(self.give_out());
         failures
     }
 
     /// Adds a model that was loaded, or fails the requests that wait for it.
     pub(super) fn add(&mut self, loaded: Loaded) -> Vec<FromServing> {
-        let Loaded { held, batcher } = loaded;
+        let Loaded { key, batcher } = loaded;
         self.loading = None;
         let mut failures = Vec::new();
         match batcher {
             Ok(batcher) => {
                 let bytes = match batcher.policy().matrix_bytes() {
                     Some((linear, head)) => (linear + head) as u64,
-                    None => estimate(batcher.policy().card(), &held),
+                    None => estimate(batcher.policy().card(), &key),
                 };
                 let memory_bytes = self.memory_bytes;
-                self.models.push(Model { held, batcher, adapters: Vec::new(), next_slot: 0, bytes, memory_bytes });
+                self.models.push(Model { key, batcher, adapters: Vec::new(), next_slot: 0, bytes, memory_bytes });
             }
             Err(error) => {
                 self.pending.retain(|pending| {
-                    let waits = Held::of(&pending.model) == held;
+                    let waits = ModelKey::of(&pending.model) == key;
                     if waits {
                         failures.push(FromServing::Failed { id: pending.id, error: error.clone() });
                     }
@@ -164,8 +164,8 @@ impl Models {
     fn give_out(&mut self) -> Vec<FromServing> {
         let mut failures = Vec::new();
         for pending in std::mem::take(&mut self.pending) {
-            let held = Held::of(&pending.model);
-            let Some(place) = self.models.iter().position(|model| model.held == held) else {
+            let key = ModelKey::of(&pending.model);
+            let Some(place) = self.models.iter().position(|model| model.key == key) else {
                 self.pending.push_back(pending);
                 continue;
             };
@@ -174,7 +174,7 @@ impl Models {
             match model.push(&pending) {
                 Ok(()) => {
                     let answers = pending.request.num_choices.max(1);
-                    self.running.insert(pending.id, (held, answers));
+                    self.running.insert(pending.id, (key, answers));
                 }
                 Err(error) => failures.push(FromServing::Failed { id: pending.id, error }),
             }
@@ -183,9 +183,9 @@ impl Models {
         while self.loading.is_none()
             && let Some(first) = self.pending.front()
         {
-            let held = Held::of(&first.model);
-            match self.make_room(&held) {
-                Ok(true) => self.load(held),
+            let key = ModelKey::of(&first.model);
+            match self.make_room(&key) {
+                Ok(true) => self.load(key),
                 // Models that are being used hold the memory: the request waits for them.
                 Ok(false) => break,
                 Err(error) => {
@@ -198,9 +198,9 @@ impl Models {
     }
 
     /// Drops models without requests until another one fits. False if models that are being used are in the way.
-    fn make_room(&mut self, held: &Held) -> Result<bool, ServingError> {
-        let card = modelcard::read(&held.base.dir).map_err(|error| unusable(&EngineError::from(error)))?;
-        let needed = estimate(&card, held);
+    fn make_room(&mut self, key: &ModelKey) -> Result<bool, ServingError> {
+        let card = modelcard::read(&key.base.dir).map_err(|error| unusable(&EngineError::from(error)))?;
+        let needed = estimate(&card, key);
         let limit = self.memory_bytes - self.memory_bytes / CACHE_SHARE;
         if needed > limit {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
@@ -230,17 +230,17 @@ impl Models {
     }
 
     /// Loads a model in its own thread, so that others go on generating.
-    fn load(&mut self, held: Held) {
+    fn load(&mut self, key: ModelKey) {
         let (backend, sender) = (self.backend, self.sender.clone());
         let limits = Limits {
             max_rows: self.max_rows,
             cache_bytes: (self.memory_bytes / CACHE_SHARE) as usize,
             kept_bytes: (self.memory_bytes / KEPT_SHARE).min(MAX_KEPT) as usize,
         };
-        self.loading = Some(held.clone());
+        self.loading = Some(key.clone());
         let read = move || {
-            let batcher = load(&held, backend, limits).map_err(|error| unusable(&error));
-            drop(sender.send(Message::Loaded(Box::new(Loaded { held, batcher }))));
+            let batcher = load(&key, backend, limits).map_err(|error| unusable(&error));
+            drop(sender.send(Message::Loaded(Box::new(Loaded { key, batcher }))));
         };
         let thread = std::thread::Builder::new().name("load".to_owned()).spawn(read);
         if let Err(error) = thread {
@@ -252,12 +252,12 @@ impl Models {
     /// Admits waiting requests and chooses the next token of every running answer.
     pub(super) fn choose(&mut self) -> (Vec<ServedPiece>, Vec<FromServing>) {
         let mut pieces = Vec::new();
-        let results: Vec<(Held, Result<(), EngineError>)> = self
+        let results: Vec<(ModelKey, Result<(), EngineError>)> = self
             .models
             .iter_mut()
             .map(|model| {
                 let done = model.batcher.admit(&mut pieces).and_then(|()| model.batcher.choose(&mut pieces));
-                (model.held.clone(), done)
+                (model.key.clone(), done)
             })
             .collect();
         for piece in pieces.iter().filter(|piece| piece.finish.is_some()) {
@@ -268,7 +268,7 @@ impl Models {
 
     /// Computes one step of every running answer.
     pub(super) fn advance(&mut self) -> Vec<FromServing> {
-        let step = |model: &mut Model| (model.held.clone(), model.batcher.advance());
+        let step = |model: &mut Model| (model.key.clone(), model.batcher.advance());
         let results = self.models.iter_mut().map(step).collect();
         let mut failures = self.drop_failed(results);
         if !self.pending.is_empty() {
@@ -287,17 +287,17 @@ impl Models {
         }
     }
 
-    fn drop_failed(&mut self, results: Vec<(Held, Result<(), EngineError>)>) -> Vec<FromServing> {
-        let failed = results.into_iter().filter_map(|(held, result)| result.err().map(|error| (held, error)));
-        failed.flat_map(|(held, error)| self.drop_model(&held, &error)).collect()
+    fn drop_failed(&mut self, results: Vec<(ModelKey, Result<(), EngineError>)>) -> Vec<FromServing> {
+        let failed = results.into_iter().filter_map(|(key, result)| result.err().map(|error| (key, error)));
+        failed.flat_map(|(key, error)| self.drop_model(&key, &error)).collect()
     }
 
     /// Drops a model whose backend failed, with all its requests.
-    fn drop_model(&mut self, held: &Held, error: &EngineError) -> Vec<FromServing> {
-        if let Some(place) = self.models.iter().position(|model| model.held == *held) {
+    fn drop_model(&mut self, key: &ModelKey, error: &EngineError) -> Vec<FromServing> {
+        if let Some(place) = self.models.iter().position(|model| model.key == *key) {
             self.remove(place);
         }
-        let ids: Vec<u64> = self.running.iter().filter(|(_, (other, _))| other == held).map(|(id, _)| *id).collect();
+        let ids: Vec<u64> = self.running.iter().filter(|(_, (other, _))| other == key).map(|(id, _)| *id).collect();
         let error = ServingError::Failed(error_text(error));
         ids.into_iter()
             .map(|id| {
@@ -307,11 +307,11 @@ impl Models {
             .collect()
     }
 
-    /// What the process holds and does.
+    /// The state of the process: its models and its work.
     pub(super) fn state(&self) -> ServingState {
         let mut state = ServingState::default();
         for model in &self.models {
-            let base = ServedModel { base: model.held.base.clone(), weights: model.held.full.clone() };
+            let base = ServedModel { base: model.key.base.clone(), weights: model.key.full.clone() };
             let adapters = model.adapters.iter();
             let adapters = adapters.map(|(weights, _)| ServedModel { weights: Some(weights.clone()), ..base.clone() });
             state.models.extend(adapters);
@@ -390,8 +390,8 @@ impl Model {
 }
 
 /// Loads a model and its tokenizer.
-fn load(held: &Held, backend: BackendKind, limits: Limits) -> Result<Batcher, EngineError> {
-    let Held { base, full } = held;
+fn load(key: &ModelKey, backend: BackendKind, limits: Limits) -> Result<Batcher, EngineError> {
+    let ModelKey { base, full } = key;
     let precision = Precision { dtype: base.dtype, load_in_4bit: base.load_in_4bit };
     let text = Text::load(&base.dir)?;
     let mut policy = Policy::load_dtype(&base.dir, backend, precision)?;
@@ -402,13 +402,13 @@ fn load(held: &Held, backend: BackendKind, limits: Limits) -> Result<Batcher, En
 }
 
 /// Estimates the memory of a model's weights in bytes.
-fn estimate(card: &modelcard::ModelCard, held: &Held) -> u64 {
-    let each = match held.base.dtype {
+fn estimate(card: &modelcard::ModelCard, key: &ModelKey) -> u64 {
+    let each = match key.base.dtype {
         ComputeDtype::F32 => 4,
         ComputeDtype::Bf16 => 2,
     };
-    // Trained weights are held as parameters in 32 bits besides.
-    card.num_parameters * if held.full.is_some() { each + 4 } else { each }
+    // Trained weights are key as parameters in 32 bits besides.
+    card.num_parameters * if key.full.is_some() { each + 4 } else { each }
 }
 
 fn unusable(error: &EngineError) -> ServingError {

@@ -30,12 +30,12 @@ pub struct Asker<'a> {
     pub model: &'a str,
 }
 
-/// What a server makes of a text.
+/// The tokens that a server makes of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tokens {
-    /// Token ids.
+    /// The ids of the tokens.
     Ids(Vec<u32>),
-    /// Only their number.
+    /// Only the number of the tokens.
     Count(u64),
     /// The server does not say.
     Unknown,
