@@ -134,7 +134,7 @@ test("a checkpoint shows the hash of each downloaded file, and examples that use
   openPage(`#/jobs/${careful.id}/checkpoints`, async (page) => {
     const { data } = await server.api("GET", `/jobs/${careful.id}/checkpoints`);
     await page.getByRole("heading", { name: `Step ${data[0].step}` }).waitFor();
-    assert.equal(await page.locator("tbody tr").count(), data.length);
+    assert.equal(await page.getByRole("region", { name: "Checkpoints" }).locator("tbody tr").count(), data.length);
     const shown = page.locator(".files li").filter({ hasText: "adapter_model.safetensors" });
     const [download] = await Promise.all([page.waitForEvent("download"), shown.getByRole("link").click()]);
     const hash = createHash("sha256").update(readFileSync(await download.path())).digest("hex");
