@@ -92,7 +92,7 @@ async fn of_job(
     let row = match crate::http::generate::find(state, &job, choice.unwrap_or(of_ending)).await {
         Ok(row) => row,
         Err(problem) => {
-            let detail = problem.detail().to_owned();
+            let detail = problem.detail().trim_start_matches("/checkpoint: ").to_owned();
             return Err(Problem::new(Code::NotFound, detail.clone()).item("/model", "model_not_found", detail));
         }
     };
