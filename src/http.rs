@@ -30,6 +30,7 @@ pub mod generate;
 pub mod guide;
 pub mod heavy;
 pub mod idempotency;
+mod job_models;
 pub mod jobs;
 pub mod keys;
 pub mod list;

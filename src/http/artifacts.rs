@@ -1,7 +1,7 @@
 //! Checkpoints and adapters of a job, to list and to download.
 
 use axum::extract::State;
-use axum::http::{HeaderMap, Method, StatusCode};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -21,6 +21,8 @@ use crate::protocol::FileEntry;
 use crate::store::{CheckpointRow, JobRow, StoreError, clock_ms};
 use rlood_types::certificate;
 
+/// Names the checkpoint that an answer comes from.
+const X_RLOOD_CHECKPOINT: HeaderName = HeaderName::from_static("x-rlood-checkpoint");
 /// The adapter's files that PEFT and vLLM load, in the order of the tar archive.
 const ADAPTER_FILES: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
 const MANIFEST: &str = "manifest.json";
@@ -284,8 +286,15 @@ async fn get_adapter(
     names.extend(row.files.iter().any(|file| file.name == certificate::FILE).then_some(certificate::FILE));
     let files: Result<Vec<Download>, Problem> = names.iter().map(|name| file_of(&state, &row, name)).collect();
     let mut response = send_tar(&method, &headers, &format!("{id}-step{}-adapter.tar", row.step), &files?).await?;
-    super::v1::name_checkpoint(&mut response, row.id);
+    name_checkpoint(&mut response, row.id);
     Ok(response)
+}
+
+/// Adds the header that names the checkpoint of an answer.
+pub(super) fn name_checkpoint(response: &mut Response, id: CheckpointId) {
+    if let Ok(id) = HeaderValue::from_str(&id.to_string()) {
+        response.headers_mut().insert(X_RLOOD_CHECKPOINT, id);
+    }
 }
 
 /// The problem for a job without any checkpoint: an unfinished job will have one, a finished job never will.

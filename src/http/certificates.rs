@@ -20,7 +20,7 @@ use super::auth::models::plain_id;
 use super::download::{RangeHeaders, send_file};
 use super::error::{Code, Problem, ProblemBody};
 use super::extract::Path;
-use super::generate::find_model;
+use super::job_models::find_model;
 use crate::files::FilesError;
 use crate::id::CheckpointId;
 use crate::one_shot::OneShotError;

@@ -3,6 +3,7 @@
 
 mod card;
 mod facts;
+mod failure;
 mod pushing;
 
 use std::collections::HashMap;

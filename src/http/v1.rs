@@ -28,7 +28,7 @@ use crate::modelcard::ModelCard;
 use crate::modelcard::text::Text;
 use crate::store::ModelRow;
 
-pub(super) use answer::{Collected, Whole, collect, name_checkpoint, start};
+pub(super) use answer::{Collected, Whole, collect, start};
 pub(super) use error::{is_openai, translated};
 pub(super) use measures::write as write_metrics;
 pub use names::Chosen;
@@ -87,7 +87,7 @@ impl Texts {
         if let Some(kept) = kept.as_ref().filter(|kept| kept.checked.elapsed() < RECHECK) {
             return Ok(kept.facts.clone());
         }
-        super::generate::unchanged(row, sha256.clone()).await?;
+        super::job_models::unchanged(row, sha256.clone()).await?;
         let facts = match kept {
             Some(kept) => kept.facts,
             None => {

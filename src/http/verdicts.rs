@@ -16,8 +16,8 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem, ProblemBody};
 use super::extract::{HashedJson, Json, Path, Query};
-use super::generate;
 use super::idempotency::{Answer, identity, once};
+use super::job_models;
 use super::jobs::invalid;
 use super::list::{self, List, Time};
 use super::python_rewards;
@@ -182,7 +182,7 @@ async fn begin(state: AppState, caller: Caller, id: JobId, body: Value) -> Resul
     let VerdictSpec { checkpoint, sampling } =
         VerdictSpec::read(&body, &plan, usual_sampling(&plan)).map_err(|errors| invalid(Code::InvalidBody, errors))?;
     let usual = if job.ending.is_some() { CheckpointChoice::Result } else { CheckpointChoice::Best };
-    let checkpoint = generate::find(&state, &job, checkpoint.unwrap_or(usual)).await?;
+    let checkpoint = job_models::find(&state, &job, checkpoint.unwrap_or(usual)).await?;
     let request = json!(sampling);
     let known = state.store.task_list(TaskKind::Verdict, id, Some(checkpoint.id)).await?;
     if let Some(same) = known.into_iter().find(|task| !task.state.is_final() && task.request == request) {

@@ -3,7 +3,6 @@
 
 use std::path::Path;
 
-use super::checkpoint::{self, WEIGHTS};
 use super::error::{EngineError, Result};
 use super::generate::{GeneratePrompt, GenerateRequest, generate};
 use super::model::{Adapter, Policy, Trajectory};
@@ -11,13 +10,14 @@ use super::random::{Key, Stream};
 use super::sampling::Sampler;
 use super::text::Text;
 use crate::digest::Sha256Digest;
+use crate::event::Event;
 use crate::modelcard;
-use crate::protocol::FileEntry;
 use crate::spec::Plan;
 use rlood_types::certificate::{
     Certificate, CertifiedModel, CertifiedPrompt, CertifiedTokenizer, Effect, FORMAT, MAX_PROMPTS, Scaled,
     TokenizedText,
 };
+use serde_json::json;
 
 /// Neutral prompts: a JSON list of texts.
 const PROMPTS: &str = include_str!("certificate/prompts.json");
@@ -242,15 +242,6 @@ fn pieces(text: &Text, ids: &[u32]) -> Result<Vec<String>> {
     Ok(pieces)
 }
 
-/// Hashes the files of a checkpoint that hold its trained weights.
-///
-/// # Errors
-/// Fails if a file cannot be read.
-pub fn weights_of(dir: &Path) -> Result<Vec<FileEntry>> {
-    let there = WEIGHTS.into_iter().filter(|name| dir.join(name).is_file());
-    there.map(|name| checkpoint::entry(dir, name)).collect()
-}
-
 /// Computes the log-probability of each token but the first, in nats, for sequences of at least 2 tokens: `[sequences][tokens - 1]`.
 ///
 /// # Errors
@@ -287,4 +278,11 @@ pub fn logps(
             Err(EngineError::ModelNotFinite { what: "a log-probability of the certificate is not finite".to_owned() })
         }
     }
+}
+
+/// The warning that the checkpoints of a run have no certificate.
+pub(super) fn warning(error: &EngineError) -> Event {
+    let message =
+        format!("the checkpoints have no certificate, so `rlood verify` cannot check a server of them: {error}");
+    Event::Warning { code: "no_certificate".into(), message, data: json!({}) }
 }

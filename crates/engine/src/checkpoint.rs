@@ -49,7 +49,7 @@ const ROLLOUT_LOGPS: &str = "rollout.safetensors";
 const AHEAD: &str = "ahead.json";
 const AHEAD_LOGPS: &str = "ahead.safetensors";
 /// The files that hold the trained weights, which the certificate names.
-pub(super) const WEIGHTS: [&str; 3] = [lora::CONFIG, lora::WEIGHTS, full::WEIGHTS];
+const WEIGHTS: [&str; 3] = [lora::CONFIG, lora::WEIGHTS, full::WEIGHTS];
 const FORMAT: &str = "rlood-checkpoint/1";
 
 /// The state of a run after an optimizer step. Random numbers need no state: they are computed from counters
@@ -316,7 +316,16 @@ fn read_logps(dir: &Path, file: &str, lengths: &[usize]) -> Result<(Logps, Logps
     Ok((cut("old_logps")?, cut("ref_logps")?))
 }
 
-pub(super) fn entry(dir: &Path, name: &str) -> Result<FileEntry> {
+/// Hashes the files of a checkpoint that hold its trained weights.
+///
+/// # Errors
+/// Fails if a file cannot be read.
+pub fn weights_of(dir: &Path) -> Result<Vec<FileEntry>> {
+    let there = WEIGHTS.into_iter().filter(|name| dir.join(name).is_file());
+    there.map(|name| entry(dir, name)).collect()
+}
+
+fn entry(dir: &Path, name: &str) -> Result<FileEntry> {
     let path = dir.join(name);
     let mut file = File::open(&path).map_err(io(&path))?;
     fail_point!("checkpoint.file", name).map_err(io(&path))?;

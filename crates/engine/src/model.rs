@@ -4,6 +4,7 @@
 pub mod decode;
 mod decoder;
 pub mod full;
+mod kept;
 pub mod layer;
 pub mod linear;
 pub mod packing;
@@ -32,8 +33,8 @@ pub use crate::trajectory::Trajectory;
 
 pub use decode::DecodeState;
 use decoder::Decoder;
-pub use decoder::{Joined, Joining};
 use full::Full;
+pub use kept::{Joined, Joining};
 use packing::Packing;
 use pass::{Applied, Pass, RowDropout};
 

@@ -9,7 +9,7 @@ use super::answers::{self, AnsweredRow};
 use super::backend::cpu::Cpu;
 use super::backend::{BackendKind, Optimizer};
 use super::block::Block;
-use super::certificate::Certifier;
+use super::certificate::{self, Certifier};
 use super::checkpoint::{self, TrainerState};
 use super::delta::DeltaNorm;
 use super::error::EngineError;
@@ -21,7 +21,6 @@ use super::prompts::{self, TokenizedPrompt};
 use super::report::{self, StepSeconds};
 use super::rollout::{Batching, Cursor, num_generations};
 use super::rollouts::Rollouts;
-use super::saving;
 use super::scoring::Scorer;
 use super::start::{self, ReferenceModel};
 use super::text::Text;
@@ -144,7 +143,7 @@ impl<'a> Run<'a> {
         let certifier = match certifier(&policy, &data.text, &input) {
             Ok(certifier) => Some(certifier),
             Err(error) => {
-                host.event(saving::certificate_warning(&error))?;
+                host.event(certificate::warning(&error))?;
                 None
             }
         };

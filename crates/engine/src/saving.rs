@@ -2,14 +2,14 @@
 
 use std::time::Instant;
 
+use super::certificate;
 use super::checkpoint::{self, Snapshot};
 use super::error::EngineError;
 use super::host::{RunEnd, SavedCheckpoint, StopReason};
 use super::run::Run;
 use super::watch;
-use crate::event::{Event, Metrics, Phase};
+use crate::event::{Metrics, Phase};
 use rlood_types::certificate::Certificate;
-use serde_json::json;
 
 /// Whether a checkpoint of the last completed step is due.
 pub(super) fn is_due(run: &Run<'_>) -> bool {
@@ -86,18 +86,11 @@ fn certificate(run: &mut Run<'_>) -> Result<Option<Certificate>, RunEnd> {
         Err(_) if stop() && model.policy.lora_config().is_some() == had_adapter => Ok(None),
         Err(error) if model.policy.lora_config().is_some() == had_adapter => {
             run.certifier = None;
-            run.host.event(certificate_warning(&error))?;
+            run.host.event(certificate::warning(&error))?;
             Ok(None)
         }
         Err(error) => Err(error.into()),
     }
-}
-
-/// The warning that the checkpoints of a run have no certificate.
-pub(super) fn certificate_warning(error: &EngineError) -> Event {
-    let message =
-        format!("the checkpoints have no certificate, so `rlood verify` cannot check a server of them: {error}");
-    Event::Warning { code: "no_certificate".into(), message, data: json!({}) }
 }
 
 /// Stops the run: saves steps that no checkpoint holds yet, unless the reason discards them. Returns how the run ends.

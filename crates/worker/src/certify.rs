@@ -8,7 +8,8 @@ use rlood_types::certificate::{Certificate, CertifyReport, CertifyTask};
 
 use crate::args::OneShotArgs;
 use crate::engine::backend::BackendKind;
-use crate::engine::certificate::{Certifier, logps, weights_of};
+use crate::engine::certificate::{Certifier, logps};
+use crate::engine::checkpoint::weights_of;
 use crate::engine::error::EngineError;
 use crate::engine::model::{Adapter, Policy, Precision};
 use crate::engine::text::Text;

@@ -4,7 +4,7 @@ use serde_json::json;
 use tokio::sync::mpsc;
 
 use super::super::AppState;
-use super::super::generate::unchanged;
+use super::super::job_models::unchanged;
 use super::super::tasks::{self, Work};
 use crate::error_text::with_causes;
 use crate::export::{ExportError, ExportLine, ExportReport, ExportRequest, ExportTask};

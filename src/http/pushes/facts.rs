@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::super::AppState;
 use super::super::auth::models::plain_id;
-use super::pushing::{Failure, internal};
+use super::failure::{Failure, internal};
 use super::{MAIN, Stored};
 use crate::error_text::with_causes;
 use crate::event::{Sample, SamplePhase};

@@ -8,12 +8,13 @@ use super::super::AppState;
 use super::super::models::hub::build;
 use super::super::tasks::{self, Work};
 use super::facts::{Base, facts};
+use super::failure::{Failure, failure, internal};
 use super::{Stored, TokenOf, card, repo_of};
 use crate::error_text::with_causes;
 use crate::export::{ExportError, ExportResult};
 use crate::hub::{Hub, HubError, Progress, Push as HubPush, PushContent, PushFile, Pushed};
 use crate::protocol::FileEntry;
-use crate::push::{PushError, PushFormat, PushResult};
+use crate::push::{PushFormat, PushResult};
 use crate::store::{CheckpointRow, StoreError, TaskEnd, TaskKind, TaskRow};
 use crate::task::TaskState;
 
@@ -51,34 +52,6 @@ impl Work for Pushing {
             Err(Failure::Push(error)) => Ok(Some(TaskEnd::Failed(json!(error)))),
         }
     }
-}
-
-/// Why a push did not succeed.
-pub(super) enum Failure {
-    /// The database cannot be read or written: the push is run again.
-    Store(StoreError),
-    /// The push fails with this error.
-    Push(PushError),
-}
-
-impl From<StoreError> for Failure {
-    fn from(error: StoreError) -> Self {
-        match error {
-            StoreError::NotFound { kind, id } => {
-                failure("removed", format!("the {kind} {id} was removed in the meantime"))
-            }
-            error => Failure::Store(error),
-        }
-    }
-}
-
-pub(super) fn failure(code: &str, message: impl Into<String>) -> Failure {
-    Failure::Push(PushError { code: code.to_owned(), message: message.into() })
-}
-
-pub(super) fn internal(cause: &str) -> Failure {
-    tracing::error!(cause, "a push of a checkpoint failed");
-    failure("internal", "the server could not read the checkpoint: try again, and see the server's log")
 }
 
 async fn push(state: &AppState, row: &TaskRow) -> Result<Pushed, Failure> {

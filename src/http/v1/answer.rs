@@ -1,18 +1,12 @@
 //! Answers of a serving process: started, put together, and their errors.
 
-use axum::http::{HeaderName, HeaderValue};
-use axum::response::Response;
-
 use super::names::Chosen;
 use crate::http::AppState;
 use crate::http::auth::Caller;
 use crate::http::error::{Code, Problem};
-use crate::id::CheckpointId;
 use crate::serving::{ServedFinish, ServedPiece, ServedRequest, ServingError, TokenLogprobs};
 use crate::supervisor::serving::{Answers, Serving, StartError};
 
-/// Names the checkpoint that answered.
-const X_RLOOD_CHECKPOINT: HeaderName = HeaderName::from_static("x-rlood-checkpoint");
 /// `Retry-After` of a request for which there is no room, in seconds.
 const RETRY_S: u64 = 1;
 
@@ -133,13 +127,6 @@ pub(super) fn stop_reason(finish: Option<&ServedFinish>) -> Option<String> {
     match finish {
         Some(ServedFinish::Stop(stop)) => Some(stop.clone()),
         Some(ServedFinish::Eos(_) | ServedFinish::Length) | None => None,
-    }
-}
-
-/// Adds the header that names the checkpoint of an answer.
-pub(in super::super) fn name_checkpoint(response: &mut Response, id: CheckpointId) {
-    if let Ok(id) = HeaderValue::from_str(&id.to_string()) {
-        response.headers_mut().insert(X_RLOOD_CHECKPOINT, id);
     }
 }
 

@@ -10,9 +10,7 @@ use axum::response::{IntoResponse, Response};
 use futures::Stream;
 use serde_json::{Map, Value, json};
 
-use super::answer::{
-    Collected, Whole, collect, fingerprint, finish_reason, name_checkpoint, new_id, start, stop_reason,
-};
+use super::answer::{Collected, Whole, collect, fingerprint, finish_reason, new_id, start, stop_reason};
 use super::error::in_stream;
 use super::fields::{Fields, MAX_TOP, fit, invalid, request};
 use super::names::{Chosen, resolve};
@@ -114,7 +112,7 @@ async fn respond(chat: Chat, answers: Answers) -> Result<Response, Problem> {
 /// Adds the headers of an answer.
 pub(super) fn finish<T>(response: &mut Response, fields: &Fields<T>, chosen: &Chosen) {
     if let Some(row) = &chosen.checkpoint {
-        name_checkpoint(response, row.id);
+        crate::http::artifacts::name_checkpoint(response, row.id);
     }
     fields.mark(response);
 }

@@ -89,7 +89,7 @@ async fn of_job(
     let job = state.store.job_get(id).await?;
     // Without a choice: the best checkpoint by the job's metric, else the last one; a job that an alert ended has a result.
     let of_ending = if job.ending.is_some() { CheckpointChoice::Result } else { CheckpointChoice::Best };
-    let row = match crate::http::generate::find(state, &job, choice.unwrap_or(of_ending)).await {
+    let row = match crate::http::job_models::find(state, &job, choice.unwrap_or(of_ending)).await {
         Ok(row) => row,
         Err(problem) => {
             let detail = problem.detail().trim_start_matches("/checkpoint: ").to_owned();
@@ -97,7 +97,7 @@ async fn of_job(
         }
     };
     let plan = job.plan()?;
-    let base = crate::http::generate::find_model(state, caller, &plan).await?;
+    let base = crate::http::job_models::find_model(state, caller, &plan).await?;
     let facts = state.texts.of(base.clone(), plan.model.sha256.clone()).await?;
     Ok(Chosen::of_plan(state, &plan, base, Some(row), facts))
 }

@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader};
 use serde_json::{Map, Value, json};
 use tokio::sync::mpsc;
 
-use super::super::generate::unchanged;
+use super::super::job_models::unchanged;
 use super::super::tasks::{self, Work};
 use super::super::{AppState, python_rewards, reach};
 use crate::error_text::with_causes;

@@ -1,7 +1,7 @@
 //! Generation: prompts are computed once and share their keys and values; rows join, grow by one token
 //! per step, and leave.
 
-use super::decoder::{Joined, Joining, KeptPrompts};
+use super::kept::{Joined, Joining, KeptPrompts};
 use super::pass::{Applied, MixedRows};
 use super::{Adapter, Logits, Network, Policy, with_decoder};
 #[cfg(feature = "cuda")]

@@ -35,8 +35,6 @@ pub struct Decoder<B: Compute> {
     gradient_checkpointing: bool,
 }
 
-pub use serving::{Joined, Joining, KeptPrompts};
-
 /// A loss over the scored tokens of a batch: maps their new log-probs to dL/dlogp, one value per target.
 pub type TargetLoss<'l> = dyn FnMut(&[TokenScore]) -> Result<Vec<f32>> + 'l;
 

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 
 use super::Decoder;
-use super::serving::KeptPrompts;
 use crate::backend::{Choice, Chosen, Decode, Step, Tokens};
 use crate::error::{EngineError, Result};
 use crate::model::Adapter;
 use crate::model::decode::{Picks, RowAdapters, Rows};
+use crate::model::kept::KeptPrompts;
 use crate::model::layer::{self, Places};
 use crate::model::linear::Residual;
 use crate::model::packing::Packing;

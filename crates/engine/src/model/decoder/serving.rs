@@ -9,102 +9,13 @@ use crate::backend::Decode;
 use crate::error::{EngineError, Result};
 use crate::kernels::attention::BLOCK;
 use crate::model::decode::Rows;
+use crate::model::kept::{Joined, Joining, Kept, MIN_SHARED, common};
 use crate::model::layer::Places;
 use crate::model::linear::Residual;
 use crate::model::packing::Packing;
 use crate::model::pass::{Applied, Pass};
 use crate::model::rope::Angles;
 use crate::spec::footprint::PREFILL_TOKENS;
-
-/// Number of tokens from which equal beginnings of prompts are computed once.
-const MIN_SHARED: usize = 2 * BLOCK;
-
-/// Sequences that join a batch: copies of one prompt.
-#[derive(Clone, Copy, Debug)]
-pub struct Joining<'a> {
-    /// Token ids of the prompt; at least one.
-    pub ids: &'a [u32],
-    /// Number of sequences that continue the prompt.
-    pub copies: usize,
-    /// Maximum number of tokens by which a sequence grows.
-    pub max_new_tokens: usize,
-    /// The slot of the adapter; None is the base model.
-    pub slot: Option<u32>,
-}
-
-/// Number of prompt tokens of sequences that joined a batch.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Joined {
-    /// Tokens whose keys and values were computed.
-    pub computed: usize,
-    /// Tokens whose keys and values were taken from other prompts.
-    pub reused: usize,
-}
-
-/// Prompts of earlier sequences; the least recently used ones are dropped when their memory exceeds the limit.
-#[derive(Debug)]
-pub struct KeptPrompts<B: Decode> {
-    /// Maximum memory of the prompts, in bytes.
-    pub limit_bytes: usize,
-    /// The prompts; the most recently used one is last.
-    prompts: Vec<Kept<B>>,
-}
-
-#[derive(Debug)]
-struct Kept<B: Decode> {
-    slot: Option<u32>,
-    ids: Vec<u32>,
-    prompt: B::KeptPrompt,
-    bytes: usize,
-}
-
-impl<B: Decode> Default for KeptPrompts<B> {
-    fn default() -> Self {
-        KeptPrompts { limit_bytes: 0, prompts: Vec::new() }
-    }
-}
-
-/// Number of equal tokens at the beginning of two prompts.
-fn common(a: &[u32], b: &[u32]) -> usize {
-    a.iter().zip(b).take_while(|(a, b)| a == b).count()
-}
-
-impl<B: Decode> KeptPrompts<B> {
-    /// Forgets the prompts of an adapter, or of the base model.
-    pub fn forget(&mut self, slot: Option<u32>) {
-        self.prompts.retain(|kept| kept.slot != slot);
-    }
-
-    /// The longest beginning of a prompt that a kept prompt has, in whole blocks and without the prompt's last token.
-    fn find(&mut self, slot: Option<u32>, ids: &[u32]) -> Option<(B::KeptPrompt, usize)> {
-        let shared = |kept: &Kept<B>| match kept.slot == slot {
-            true => common(&kept.ids, &ids[..ids.len() - 1]) / BLOCK * BLOCK,
-            false => 0,
-        };
-        let best = (0..self.prompts.len()).max_by_key(|index| shared(&self.prompts[*index]))?;
-        let count = shared(&self.prompts[best]);
-        if count < MIN_SHARED {
-            return None;
-        }
-        let kept = self.prompts.remove(best);
-        let prompt = kept.prompt.clone();
-        self.prompts.push(kept);
-        Some((prompt, count))
-    }
-
-    fn add(&mut self, kept: Kept<B>) {
-        if kept.bytes > self.limit_bytes || kept.ids.len() < MIN_SHARED {
-            return;
-        }
-        // A prompt that is the beginning of the new one is not needed any more.
-        self.prompts.retain(|other| other.slot != kept.slot || !kept.ids.starts_with(&other.ids));
-        self.prompts.push(kept);
-        let mut bytes: usize = self.prompts.iter().map(|kept| kept.bytes).sum();
-        while bytes > self.limit_bytes {
-            bytes -= self.prompts.remove(0).bytes;
-        }
-    }
-}
 
 /// A prompt in the cache, with the hidden row of its last token.
 struct Computed<B: Decode> {
