@@ -18,12 +18,11 @@ use super::extract::{Json, Path};
 use super::job_models::{find, find_model};
 use super::jobs::invalid;
 use super::v1::{self, Chosen, Collected, Facts, Whole};
-use crate::engine::host::PromptRow;
-use crate::engine::prompts::tokenize_row;
 use crate::error_text::with_causes;
 use crate::event::FinishReason;
 use crate::generate::{GeneratedText, RenderedPrompt};
 use crate::id::{CheckpointId, JobId};
+use crate::modelcard::text::{Prompt, TextError};
 use crate::serving::{ServedFinish, ServedRequest};
 use crate::spec::{FieldError, GenerateDocument, GenerateSpec, Plan, SamplingPlan};
 use crate::store::{CheckpointRow, StoreError};
@@ -138,14 +137,20 @@ async fn tokenized(facts: &Arc<Facts>, plan: &Plan, prompt: Value) -> Result<(Re
     let refused =
         |code: &str, detail: String| invalid(Code::InvalidBody, vec![FieldError::new("/prompt", code, detail)]);
     let encode = move || {
-        let row = PromptRow { prompt, columns: serde_json::Map::new() };
-        let prompt = tokenize_row(&facts.text, row, &sampling).map_err(|error| with_causes(&error))?;
-        Ok::<_, String>((prompt, facts.card.max_position_embeddings as u64))
+        let prompt = Prompt::from_value(&prompt)?;
+        let kwargs = &sampling.chat_template_kwargs;
+        let ids = facts.text.prompt_ids(&prompt, kwargs)?;
+        let text = match prompt {
+            Prompt::Text(text) => text,
+            Prompt::Chat(messages) => facts.text.render_chat(&messages, true, kwargs)?,
+        };
+        Ok::<_, TextError>((text, ids, facts.card.max_position_embeddings as u64))
     };
     let encoded = tokio::task::spawn_blocking(encode).await.map_err(Problem::internal)?;
-    let (prompt, positions) =
-        encoded.map_err(|why| refused("prompt_not_encodable", format!("the prompt cannot be used: {why}")))?;
-    let num_tokens = prompt.ids.len() as u64;
+    let (text, ids, positions) = encoded.map_err(|error| {
+        refused("prompt_not_encodable", format!("the prompt cannot be used: {}", with_causes(&error)))
+    })?;
+    let num_tokens = ids.len() as u64;
     let completion = u64::from(plan.sampling.max_completion_length);
     if num_tokens == 0 {
         return Err(refused("empty_prompt", "the prompt has no tokens; write some text".to_owned()));
@@ -157,7 +162,7 @@ async fn tokenized(facts: &Arc<Facts>, plan: &Plan, prompt: Value) -> Result<(Re
         );
         return Err(refused("prompt_too_long", detail));
     }
-    Ok((RenderedPrompt { num_tokens, text: prompt.text }, prompt.ids))
+    Ok((RenderedPrompt { num_tokens, text }, ids))
 }
 
 /// The request of both models, with the job's settings.
@@ -166,7 +171,7 @@ fn request(plan: &Plan, ids: Vec<u32>, num_generations: u32, seed: u64) -> Serve
     ServedRequest {
         ids,
         num_choices: num_generations,
-        max_tokens: u32::try_from(sampling.max_completion_length).unwrap_or(u32::MAX),
+        max_tokens: sampling.max_completion_length,
         to_context_end: false,
         temperature: sampling.temperature,
         top_p: sampling.top_p,

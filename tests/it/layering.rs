@@ -67,6 +67,8 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     // The test endpoint calls a reward as a worker does.
     ("http/rewards.rs", "reward"),
     ("http/reward_test_journal.rs", "reward"),
+    // The benchmark of served models starts a server and asks it.
+    ("commands/bench/serving.rs", "serve"),
     // The hub client is built like that of rewards.
     ("http/models/hub.rs", "reward"),
     // One of its tests calls the example service.
