@@ -3,6 +3,7 @@
 //! with rows whose results are dropped. The host waits only for the chosen tokens. The next step reads them on the
 //! device, so it can be queued before the host knows them.
 
+use std::convert::Infallible;
 use std::sync::{Mutex, PoisonError};
 
 use super::{Cuda, Tensor, Weight};
