@@ -75,8 +75,8 @@ struct GenerationView {
 /// Generate completions of a prompt with the base model and with a checkpoint.
 ///
 /// Nothing is stored. Sampling parameters default to the job's. The seed defaults to the job's too, so the same request gives the
-/// same response, and both models use the same random numbers. Runs on the server's CPU alongside training, one request at a time,
-/// for at most two minutes. The request stops when the client disconnects.
+/// same response, and both models use the same random numbers. Runs in the process of the served models, beside training, for at
+/// most two minutes. The request stops when the client disconnects.
 #[utoipa::path(post, path = "/jobs/{id}/generate", tag = "Jobs", params(("id" = JobId, Path)),
     request_body = GenerateDocument,
     responses(

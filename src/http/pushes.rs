@@ -328,7 +328,8 @@ async fn get_push(State(state): State<AppState>, Path(id): Path<PushId>) -> Resu
 
 /// Cancel a push. A push that has ended stays as it is.
 ///
-/// The repository keeps its former files, because the commit is the last request. An export that the push waits for goes on.
+/// The commit is the last request of a push, so the repository keeps the files that it had. The server completes an export that the
+/// push waits for.
 #[utoipa::path(post, path = "/pushes/{id}/cancel", tag = "Artifacts",
     params(("id" = PushId, Path), ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key gets the same answer for 24 hours")),
     responses(

@@ -56,7 +56,7 @@ struct Running {
     state: Mutex<ServingState>,
 }
 
-/// The next piece of an answer, or the reason why there is none.
+/// The next piece of an answer, or the error that ended it.
 pub type Piece = Result<ServedPiece, ServingError>;
 
 /// Counts for `/metrics`.

@@ -13,8 +13,8 @@ use rlood_types::spec::{CertificatePlan, ComputeDtype, LoraPlan, Plan};
 
 use crate::train::{Start, TestHost, plan, rows, train};
 
-/// An adapter on the bundled model whose values are of the size that training at the default rate gives them in so many steps: each
-/// step of AdamW moves a value by up to the learning rate.
+/// Makes an adapter on the bundled model. Its values are as large as after this many steps at the default learning rate, since a
+/// step of AdamW moves a value by at most that rate.
 fn trained(steps: u32, use_rslora: bool) -> (Policy, Text) {
     let dir = rlood_test_support::tiny_model();
     let mut policy = Policy::load_dtype(&dir, BackendKind::Cpu, ComputeDtype::F32).unwrap();
