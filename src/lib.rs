@@ -10,7 +10,7 @@
 //! | [`listen`] [`bundle`] [`config`] | the accept loop of a server; the bundled model; the command line |
 //! | `rlood-cli` | the commands that talk to a server, over the public API alone |
 //! | `rlood-client` | a typed client of the public API; independent of the server |
-//! | `rlood-worker`: [`worker`] [`preflight`](rlood_worker::preflight) [`generate`](rlood_worker::generate) [`judge`] [`exporter`] [`reward_model`] | the processes that compute |
+//! | `rlood-worker`: [`worker`] [`preflight`](rlood_worker::preflight) [`serving`](rlood_worker::serving) [`judge`] [`exporter`] [`reward_model`] | the processes that compute |
 //! | `rlood-store`: [`store`] [`files`] | the database and the data directory |
 //! | `rlood-rewards`: [`reward`] | all rewards; asynchronous |
 //! | `rlood-data`: [`data`] | reads and maps files of rows; blocking |

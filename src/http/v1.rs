@@ -1,7 +1,7 @@
 //! The OpenAI API (`/v1`) and vLLM's tokenizer routes, for the models and checkpoints of this server.
 //!
-//! A request passes: its fields ([`fields`]), the model ([`names`]), the prompt's tokens, the serving process
-//! ([`crate::supervisor::serving`]), and the answer's form ([`chat`], [`completions`]).
+//! A request passes: its fields (`fields`), the model (`names`), the prompt's tokens, the serving process
+//! ([`crate::supervisor::serving`]), and the answer's form (`chat`, `completions`).
 
 mod answer;
 mod chat;
