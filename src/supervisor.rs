@@ -66,6 +66,13 @@ pub struct Children {
     pub log_format: LogFormat,
 }
 
+impl Children {
+    /// The file through which workers on the CPU lend cores to the serving process.
+    fn lending(&self) -> PathBuf {
+        self.scratch_dir.join("lending")
+    }
+}
+
 /// A worker process that exited without being asked to.
 #[derive(Debug)]
 pub struct Lost {
@@ -173,6 +180,9 @@ fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> 
         // A Ctrl-C in the terminal reaches only the server, which then stops its children in order.
         .process_group(0)
         .kill_on_drop(true);
+    if device == Device::Cpu {
+        command.arg("--lending").arg(children.lending()).args(["--lending-slot", &slot.to_string()]);
+    }
     command.spawn()
 }
 

@@ -17,8 +17,8 @@ pub struct ServeModelsArgs {
     #[arg(long, env = "RLOOD_SERVE_DEVICES", default_value = "auto", value_name = "LIST")]
     pub serve_devices: String,
 
-    /// Share of the CPU that serving gets while a job trains on the same cores, above 0 and below 1. Without training, serving uses
-    /// all of it; training that waits leaves its share to serving.
+    /// Share of the cores that serving gets while a job trains on them, above 0 and below 1. Serving uses all cores while no job
+    /// computes, and training uses all while nothing is served.
     #[arg(long, env = "RLOOD_SERVE_SHARE", default_value_t = 0.25, value_name = "SHARE")]
     pub serve_share: f64,
 
@@ -48,7 +48,7 @@ pub struct ServeModelsArgs {
 pub struct Serve {
     /// Devices with one serving process each; empty = the server serves no models.
     pub devices: Vec<Device>,
-    /// Share of the CPU beside training.
+    /// Share of the cores beside training.
     pub share: f64,
     /// Precision of base models.
     pub dtype: ComputeDtype,
@@ -73,15 +73,6 @@ impl Default for Serve {
             max_answers_per_owner: 128,
             idle: Duration::from_secs(600),
         }
-    }
-}
-
-impl Serve {
-    /// The amount by which a serving process lowers its priority, 0 to 19. Linux weighs a step of priority with a factor of
-    /// 1.25 (`sched_prio_to_weight`), so that two busy processes share a core in the ratio of their weights.
-    pub fn nice(&self) -> i32 {
-        let steps = ((1.0 - self.share) / self.share).ln() / 1.25_f64.ln();
-        steps.round().clamp(0.0, 19.0) as i32
     }
 }
 
@@ -123,17 +114,5 @@ impl ServeModelsArgs {
             max_answers_per_owner: self.serve_max_answers_per_owner as usize,
             idle: Duration::from_secs(self.serve_idle_s),
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_share_becomes_a_priority() {
-        for (share, nice) in [(0.25, 5), (0.5, 0), (0.9, 0), (0.1, 10), (0.001, 19)] {
-            assert_eq!(Serve { share, ..Serve::default() }.nice(), nice, "{share}");
-        }
     }
 }

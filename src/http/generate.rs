@@ -19,11 +19,10 @@ use super::job_models::{find, find_model};
 use super::jobs::invalid;
 use super::v1::{self, Chosen, Collected, Facts, Whole};
 use crate::error_text::with_causes;
-use crate::event::FinishReason;
 use crate::generate::{GeneratedText, RenderedPrompt};
 use crate::id::{CheckpointId, JobId};
 use crate::modelcard::text::{Prompt, TextError};
-use crate::serving::{ServedFinish, ServedRequest};
+use crate::serving::ServedRequest;
 use crate::spec::{FieldError, GenerateDocument, GenerateSpec, Plan, SamplingPlan};
 use crate::store::{CheckpointRow, StoreError};
 
@@ -103,13 +102,13 @@ async fn generate(
     plan.sampling = sampling;
     let facts = state.texts.of(model.clone(), plan.model.sha256.clone()).await?;
     let (prompt, ids) = tokenized(&facts, &plan, prompt).await?;
-    let request = request(&plan, ids, num_generations, seed);
+    let request = request(&plan.sampling, ids, num_generations, seed);
     let of_base = Chosen::of_plan(&state, &plan, model.clone(), None, facts.clone());
-    let of_checkpoint = Chosen::of_plan(&state, &plan, model, Some(row.clone()), facts);
+    let of_checkpoint = Chosen::of_plan(&state, &plan, model, Some(row.clone()), facts.clone());
     let both = async {
         let base = v1::collect(v1::start(&state, &caller, &of_base, request.clone())?, &request);
         let trained = v1::collect(v1::start(&state, &caller, &of_checkpoint, request.clone())?, &request);
-        tokio::try_join!(base, trained)
+        tokio::try_join!(base, trained).map_err(v1::problem)
     };
     let (base, trained) = match tokio::time::timeout(LIMIT, both).await {
         Err(_) => return Err(too_slow()),
@@ -125,8 +124,8 @@ async fn generate(
         sampling: plan.sampling,
         seed,
         prompt,
-        base: texts(base),
-        trained: texts(trained),
+        base: texts(&base, &facts)?,
+        trained: texts(&trained, &facts)?,
         seconds: (begun.elapsed().as_secs_f64() * 1e3).round() / 1e3,
     }))
 }
@@ -165,43 +164,33 @@ async fn tokenized(facts: &Arc<Facts>, plan: &Plan, prompt: Value) -> Result<(Re
     Ok((RenderedPrompt { num_tokens, text }, ids))
 }
 
-/// The request of both models, with the job's settings.
-fn request(plan: &Plan, ids: Vec<u32>, num_generations: u32, seed: u64) -> ServedRequest {
-    let sampling = &plan.sampling;
+/// The request of both models.
+pub(super) fn request(sampling: &SamplingPlan, ids: Vec<u32>, num_generations: u32, seed: u64) -> ServedRequest {
     ServedRequest {
         ids,
         num_choices: num_generations,
         max_tokens: sampling.max_completion_length,
-        to_context_end: false,
         temperature: sampling.temperature,
         top_p: sampling.top_p,
         top_k: sampling.top_k,
         min_p: sampling.min_p,
         repetition_penalty: sampling.repetition_penalty,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        logit_bias: Vec::new(),
         seed,
         stop: sampling.stop.clone(),
-        keeps_stop: true,
-        ignores_eos: false,
-        shows_special: false,
-        logprobs: None,
-        echo: false,
-        stream: false,
+        ..ServedRequest::default()
     }
 }
 
-fn texts(collected: Collected) -> Vec<GeneratedText> {
-    let shown = |whole: Whole| GeneratedText {
-        completion: whole.text,
-        num_tokens: whole.ids.len() as u64,
-        finish_reason: match whole.finish {
-            Some(ServedFinish::Eos(_) | ServedFinish::Stop(_)) => FinishReason::Stop,
-            Some(ServedFinish::Length) | None => FinishReason::Length,
-        },
+fn texts(collected: &Collected, facts: &Facts) -> Result<Vec<GeneratedText>, Problem> {
+    let shown = |whole: &Whole| {
+        Ok(GeneratedText {
+            num_tokens: whole.ids.len() as u64,
+            finish_reason: whole.finish_reason(),
+            completion: whole.sample_text(facts)?,
+        })
     };
-    collected.answers.into_iter().map(shown).collect()
+    let texts: Result<_, TextError> = collected.answers.iter().map(shown).collect();
+    texts.map_err(Problem::internal)
 }
 
 /// The problem for a request that the serving process refused: with the names of the job's settings, and with the reason if the

@@ -28,7 +28,7 @@ use crate::modelcard::ModelCard;
 use crate::modelcard::text::Text;
 use crate::store::ModelRow;
 
-pub(super) use answer::{Collected, Whole, collect, start};
+pub(super) use answer::{Collected, Whole, collect, problem, start};
 pub(super) use error::{is_openai, translated};
 pub(super) use measures::write as write_metrics;
 pub use names::Chosen;

@@ -2,6 +2,7 @@
 //! and its result is stored.
 
 mod judging;
+mod sampling;
 
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};

@@ -33,6 +33,7 @@ struct Inner {
     children: Children,
     settings: Serve,
     memory_limit_bytes: Option<u64>,
+    /// One for each device that serves models, and one for verdicts if their device does not.
     processes: Vec<Process>,
     next_id: AtomicU64,
     /// Number of answers that are running or waiting.
@@ -76,6 +77,15 @@ pub struct Measures {
     pub first_token: ([u64; BUCKETS_S.len()], u64, f64),
 }
 
+/// Who asks for answers.
+#[derive(Debug, Clone, Copy)]
+pub enum Asker<'a> {
+    /// A client with a key of this owner, whose answers are limited.
+    Owner(&'a str),
+    /// A verdict, on the first of the workers' devices. It limits its answers itself.
+    Verdict,
+}
+
 /// Why a request cannot be started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StartError {
@@ -95,7 +105,12 @@ impl Serving {
     /// Creates the manager of the serving processes; none is started yet. `stop` ends them.
     pub fn new(children: &Children, settings: Serve, memory_limit_bytes: Option<u64>, stop: CancellationToken) -> Self {
         let process = |device: &Device| Process { device: *device, running: Mutex::default() };
-        let processes = settings.devices.iter().map(process).collect();
+        let mut devices = settings.devices.clone();
+        let of_verdicts = verdicts_device(children);
+        if !devices.contains(&of_verdicts) {
+            devices.push(of_verdicts);
+        }
+        let processes = devices.iter().map(process).collect();
         Self(Arc::new(Inner {
             children: children.clone(),
             settings,
@@ -109,22 +124,24 @@ impl Serving {
         }))
     }
 
-    /// Whether the server serves models at all.
+    /// Whether the server serves models to clients.
     pub fn is_on(&self) -> bool {
-        !self.0.processes.is_empty()
+        !self.0.settings.devices.is_empty()
     }
 
-    /// Starts a request; its answers arrive through the result, and dropping that cancels the request. `owner` is the owner of
-    /// the key, whose answers are limited.
+    /// Starts a request; its answers arrive through the result, and dropping that cancels the request.
     ///
     /// # Errors
     /// Fails if there is no room, or the process cannot be started.
-    pub fn start(&self, owner: &str, model: ServedModel, request: ServedRequest) -> Result<Answers, StartError> {
+    pub fn start(&self, asker: Asker<'_>, model: ServedModel, request: ServedRequest) -> Result<Answers, StartError> {
         let inner = &self.0;
         if inner.stop.is_cancelled() {
             return Err(StartError::Stopping);
         }
-        let place = self.reserve(owner, request.num_choices as usize)?;
+        let place = match asker {
+            Asker::Owner(owner) => Some(self.reserve(owner, request.num_choices as usize)?),
+            Asker::Verdict => None,
+        };
         {
             let mut measures = locked(&inner.measures);
             measures.requests += 1;
@@ -135,12 +152,21 @@ impl Serving {
         // A process that was just ended because it was idle takes no request; the next one is a new process.
         for _ in 0..2 {
             let process =
-                self.choose(&model).ok_or_else(|| StartError::Failed("no device serves models".to_owned()))?;
+                self.choose(asker, &model).ok_or_else(|| StartError::Failed("no device serves models".to_owned()))?;
             let running = self.running(process).map_err(|error| StartError::Failed(error.to_string()))?;
             let (sender, pieces) = mpsc::unbounded_channel();
             locked(&running.requests).insert(id, sender);
             match running.lines.send(start) {
-                Ok(()) => return Ok(Answers { id, running, pieces, started: Some(Instant::now()), place }),
+                Ok(()) => {
+                    return Ok(Answers {
+                        inner: inner.clone(),
+                        id,
+                        running,
+                        pieces,
+                        started: Some(Instant::now()),
+                        _place: place,
+                    });
+                }
                 Err(mpsc::error::SendError(unsent)) => start = unsent,
             }
             locked(&running.requests).remove(&id);
@@ -174,7 +200,12 @@ impl Serving {
     }
 
     /// The process for a model: one that has loaded its base, else the one with the fewest answers.
-    fn choose(&self, model: &ServedModel) -> Option<&Process> {
+    fn choose(&self, asker: Asker<'_>, model: &ServedModel) -> Option<&Process> {
+        let of_verdicts = verdicts_device(&self.0.children);
+        let may_ask = |process: &&Process| match asker {
+            Asker::Owner(_) => self.0.settings.devices.contains(&process.device),
+            Asker::Verdict => process.device == of_verdicts,
+        };
         let rank = |process: &&Process| match &*locked(&process.running) {
             Some(running) => {
                 let state = locked(&running.state);
@@ -183,7 +214,7 @@ impl Serving {
             }
             None => (true, 0),
         };
-        self.0.processes.iter().min_by_key(rank)
+        self.0.processes.iter().filter(may_ask).min_by_key(rank)
     }
 
     /// Returns the running process of a device, and starts it if none runs.
@@ -205,7 +236,7 @@ impl Serving {
         let mut command = Command::new(&children.program);
         command
             .args(["serving", "--device", &device.to_string(), "--threads", &children.threads.to_string()])
-            .args(["--nice", &settings.nice().to_string(), "--max-rows", &settings.max_rows.to_string()])
+            .args(["--max-rows", &settings.max_rows.to_string()])
             .args(["--log", &children.log, "--log-format", children.log_format.as_str()])
             .env(COMPUTE_THREADS, children.threads.to_string())
             .env("RLOOD_ISA", children.isa.as_str())
@@ -217,6 +248,9 @@ impl Serving {
             .stderr(Stdio::piped())
             .process_group(0)
             .kill_on_drop(true);
+        if device == Device::Cpu && children.devices.contains(&Device::Cpu) {
+            command.arg("--lending").arg(children.lending()).args(["--share", &settings.share.to_string()]);
+        }
         if let Some(limit) = memory_limit_bytes {
             command.args(["--memory-limit", &limit.to_string()]);
         }
@@ -237,6 +271,11 @@ impl Serving {
     pub fn buckets() -> [f64; BUCKETS_S.len()] {
         BUCKETS_S
     }
+}
+
+/// The device on which verdicts sample.
+fn verdicts_device(children: &Children) -> Device {
+    children.devices.first().copied().unwrap_or(Device::Cpu)
 }
 
 /// Places of a request's answers, which are free again when this is dropped.
@@ -261,19 +300,20 @@ impl Drop for Place {
 
 /// The answers of a request, piece by piece.
 pub struct Answers {
+    inner: Arc<Inner>,
     id: u64,
     running: Arc<Running>,
     pieces: mpsc::UnboundedReceiver<Piece>,
     /// When the request was started; None once its first token came.
     started: Option<Instant>,
-    place: Place,
+    _place: Option<Place>,
 }
 
 impl Answers {
     /// Waits for the next piece. None if the process ended without an answer, which is an error of the server.
     pub async fn next(&mut self) -> Option<Piece> {
         let piece = self.pieces.recv().await;
-        let mut measures = locked(&self.place.inner.measures);
+        let mut measures = locked(&self.inner.measures);
         match &piece {
             Some(Ok(piece)) => {
                 measures.tokens += piece.ids.len() as u64;

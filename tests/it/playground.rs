@@ -38,13 +38,23 @@ fn texts(answer: &Value, of: &str) -> Vec<String> {
 
 /// Returns the completions that the engine itself produces for the prompt.
 fn engine_says(policy: &Policy, text: &Text, sampler: Sampler, key: Key, length: usize) -> Vec<(String, usize)> {
+    engine_says_until(policy, text, (sampler, key), length, &[])
+}
+
+fn engine_says_until(
+    policy: &Policy,
+    text: &Text,
+    (sampler, key): (Sampler, Key),
+    length: usize,
+    stop: &[String],
+) -> Vec<(String, usize)> {
     let ids = text.encode(PROMPT, true).unwrap();
     let request = GenerateRequest {
         prompts: &[GeneratePrompt { row: 0, ids: &ids }],
         num_generations: NonZeroUsize::new(2).unwrap(),
         sampler,
         max_completion_length: length,
-        stop: &[],
+        stop,
         key,
         eos_token_ids: text.eos_token_ids(),
         adapter: Adapter::On,
@@ -83,6 +93,24 @@ async fn both_models_say_what_the_engine_says_and_training_shows() {
     let sampler = Sampler { temperature: 0.0, ..Sampler::PLAIN };
     let key = Key::new(7, Stream::Generate);
     assert_eq!(said(&answer, "base"), engine_says(&policy, &text, sampler, key, 12));
+    // A stop string ends the completion after the token that completes it, as in samples of the job.
+    let mut cut = 0;
+    for seed in 0..4 {
+        let mut hot = json!({"prompt": PROMPT, "num_generations": 2, "seed": seed});
+        hot["sampling"] = json!({"temperature": 2, "max_completion_length": 12});
+        let sampled = (Sampler { temperature: 2.0, ..Sampler::PLAIN }, Key::new(seed, Stream::Generate));
+        let whole = texts(&asked(&server, &job, hot.clone()).await, "base").swap_remove(0);
+        // Half of a character is no text that could stop it.
+        let readable = whole.split(char::REPLACEMENT_CHARACTER).next().unwrap();
+        for end in readable.char_indices().map(|(at, _)| at).skip(1) {
+            let stop = vec![whole[..end].to_owned()];
+            hot["sampling"]["stop"] = json!(stop);
+            let stopped = said(&asked(&server, &job, hot.clone()).await, "base");
+            assert_eq!(stopped, engine_says_until(&policy, &text, sampled, 12, &stop), "{stop:?}");
+            cut += usize::from(stopped[0].0.len() > end);
+        }
+    }
+    assert!(cut > 0, "no stop string ended within a token");
     let drawn = json!({"prompt": PROMPT, "num_generations": 2, "seed": 11});
     let sampled = asked(&server, &job, drawn.clone()).await;
     let (warm, other_key) = (Sampler { temperature: 0.8, ..Sampler::PLAIN }, Key::new(11, Stream::Generate));

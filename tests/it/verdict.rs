@@ -33,8 +33,10 @@ fn job(eval: Value, rows: u64) -> Value {
 }
 
 async fn server(dir: &Path, auto: bool) -> Server {
-    let auto = if auto { "true" } else { "false" };
-    let server = Server::start_in(&dir.join("data"), "cpu", &[("RLOOD_AUTO_VERDICT", auto)]);
+    // Verdicts need no served models.
+    let (auto, serving) = if auto { ("true", "auto") } else { ("false", "none") };
+    let settings = [("RLOOD_AUTO_VERDICT", auto), ("RLOOD_SERVE_DEVICES", serving)];
+    let server = Server::start_in(&dir.join("data"), "cpu", &settings);
     register(&server, "small", &model_copy(&dir.join("small"))).await;
     server
 }
@@ -112,6 +114,10 @@ async fn a_job_is_judged_by_itself_on_rows_that_nothing_else_reads() {
         (&result["guard"]["rows"], &result["guard"]["margin"], &result["guard"]["fell"]),
         (&json!(24), &json!(1.5), &json!(false))
     );
+
+    // Both models were sampled in the process of the served models.
+    let measures = String::from_utf8(server.bytes("/metrics").await).unwrap();
+    assert!(measures.contains(&format!("rlood_serving_requests_total {}", 2 * (52 + 24))), "{measures}");
 
     // No test row was used in training or evaluation; the texts of both models are those of the playground.
     let numbers: BTreeSet<String> = test.iter().map(|row| format!("row_{}", row["row"])).collect();

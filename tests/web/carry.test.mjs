@@ -40,7 +40,7 @@ test("a push is started, shows its progress, is cancelled, and is completed when
     await push(panel).click();
     await latest(panel).getByText("Uploading").waitFor();
     await panel.getByRole("progressbar", { name: "Progress of the push" }).waitFor();
-    assert.match(await latest(panel).innerText(), /^Adapter to ann\/sums running[^]*KiB of \d+ KiB/);
+    assert.match(await latest(panel).innerText(), /^Adapter to ann\/sums running[^]*\d (B|KiB) of \d+ KiB/);
     assert.equal(await token.inputValue(), "");
     await panel.getByRole("button", { name: "Cancel the push to ann/sums" }).click();
     await latest(panel).getByText("cancelled").waitFor();

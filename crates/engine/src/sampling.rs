@@ -41,13 +41,7 @@ impl Sampler {
 
     /// The evaluation's sampler; settings it does not specify are those of training.
     pub fn for_evaluation(plan: &SamplingPlan, eval: &EvalPlan) -> Self {
-        Self {
-            temperature: eval.temperature,
-            top_p: eval.top_p.unwrap_or(plan.top_p),
-            top_k: eval.top_k.unwrap_or(plan.top_k),
-            min_p: eval.min_p.unwrap_or(plan.min_p),
-            repetition_penalty: eval.repetition_penalty.unwrap_or(plan.repetition_penalty),
-        }
+        Self::new(&eval.sampling(plan), eval.temperature)
     }
 
     /// The filters top-k, top-p and min-p; off for greedy sampling, which takes the largest logit anyway.

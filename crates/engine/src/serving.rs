@@ -17,7 +17,7 @@ use super::sampling::Sampler;
 use super::text::Text;
 use answer::Answer;
 use choose::Settings;
-use rlood_types::serving::{ServedPiece, ServedRequest, TokenLogprobs};
+use rlood_types::serving::{ServedPiece, ServedPurpose, ServedRequest, TokenLogprobs};
 
 /// Limits of a [`Batcher`].
 #[derive(Debug, Clone, Copy)]
@@ -355,9 +355,13 @@ impl Batcher {
     }
 }
 
-/// The random key of an answer; it is that of `POST /jobs/{id}/generate`.
+/// The random key of an answer, which is that of [`super::generate`].
 fn key(request: &ServedRequest, choice: u32) -> Key {
-    Key::new(request.seed, Stream::Generate).with(0).with(u64::from(choice))
+    let (stream, prompt) = match request.purpose {
+        ServedPurpose::Request => (Stream::Generate, 0),
+        ServedPurpose::Verdict(prompt) => (Stream::Verdict, prompt),
+    };
+    Key::new(request.seed, stream).with(prompt).with(u64::from(choice))
 }
 
 impl Batch {

@@ -15,6 +15,7 @@ pub mod four_bit;
 pub mod gemm;
 pub mod head;
 pub mod isa;
+pub mod lending;
 pub mod limits;
 pub mod mlp;
 pub mod norm;

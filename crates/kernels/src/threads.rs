@@ -9,8 +9,10 @@ use std::num::NonZero;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{JoinHandle, Thread};
+
+use crate::lending::Lender;
 
 /// Number of polls before a waiting thread yields its core. A spinning thread whose partner was descheduled by another
 /// process would otherwise use the time its partner needs.
@@ -48,6 +50,10 @@ struct Team {
     /// Whether the calling thread is parked until the last worker leaves the round.
     waiting: AtomicBool,
     caller: Mutex<Option<Thread>>,
+    /// Number of threads that may take part in a round.
+    limit: AtomicUsize,
+    /// Where threads are lent to another process.
+    lender: OnceLock<Lender>,
 }
 
 #[derive(Clone, Copy)]
@@ -88,6 +94,8 @@ impl Threads {
             next: std::iter::repeat_with(|| Next(AtomicUsize::new(0))).take(count).collect(),
             waiting: AtomicBool::new(false),
             caller: Mutex::new(None),
+            limit: AtomicUsize::new(count),
+            lender: OnceLock::new(),
         });
         let workers = (1..count).map_while(|number| {
             let team = team.clone();
@@ -107,6 +115,17 @@ impl Threads {
         self.workers.len() + 1
     }
 
+    /// Leaves out the threads from number `threads` on, from the next cell of the current round until another limit is set.
+    /// The calling thread always works.
+    pub fn limit(&self, threads: usize) {
+        self.team.limit.store(threads, Ordering::Relaxed);
+    }
+
+    /// Lends threads to another process. Only the first call of a team has an effect.
+    pub fn lend(&self, lender: Lender) {
+        drop(self.team.lender.set(lender));
+    }
+
     /// Runs `f(number)` once for every number below [`Threads::count`]; returns when all are done. Usually each number
     /// runs on its own thread, but another thread takes the number of a late one. A panic in any call of
     /// `f` is raised here.
@@ -117,10 +136,14 @@ impl Threads {
     /// Runs `f(cell)` once for every cell below `cells`, in no particular order; returns when all are done. A panic in
     /// any call of `f` is raised here. A nested call runs everything on the calling thread.
     pub fn cells(&self, cells: usize, f: &Work<'_>) {
-        if self.workers.is_empty() || cells < 2 || WORKING.get() {
+        if cells < 2 || WORKING.get() {
             return (0..cells).for_each(f);
         }
         let team = &*self.team;
+        if self.workers.is_empty() {
+            let _round = team.lender.get().map(Round::begin);
+            return (0..cells).for_each(f);
+        }
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         // Safety: the round is closed and no worker is inside; the pointer is used only inside the round, which ends
         // before this call returns.
@@ -133,12 +156,14 @@ impl Threads {
         }
         let round = (team.state.load(Ordering::Relaxed) >> 32).wrapping_add(1);
         team.state.store(round << 32 | OPEN, Ordering::SeqCst);
-        for worker in &self.workers {
+        let round = team.lender.get().map(Round::begin);
+        for (_, worker) in (1..).zip(&self.workers).filter(|(number, _)| team.takes_part(*number)) {
             // Unparking is cheap if the worker is spinning.
             worker.thread().unpark();
         }
         let mine = catch_unwind(AssertUnwindSafe(|| team.work_through(0, cells, f)));
         team.close();
+        drop(round);
         let panicked = team.panicked.swap(false, Ordering::Relaxed);
         drop(running);
         if let Err(panic) = mine {
@@ -230,13 +255,19 @@ impl Drop for Threads {
 }
 
 impl Team {
+    /// Whether a thread may work now. The calling thread, number 0, always may.
+    fn takes_part(&self, number: usize) -> bool {
+        let lent = self.lender.get().map_or(0, Lender::lent);
+        number == 0 || number < self.limit.load(Ordering::Relaxed).min(self.next.len().saturating_sub(lent))
+    }
+
     /// Claims and runs cells until none are left: first those of the thread's own region, then those of other regions.
-    fn work_through(&self, number: usize, cells: usize, work: &Work<'_>) {
+    fn work_through(&self, thread: usize, cells: usize, work: &Work<'_>) {
         let count = self.next.len();
         let _inside = Inside::enter();
-        for number in (number..count).chain(0..number) {
+        for number in (thread..count).chain(0..thread) {
             let end = region(cells, number, count).end;
-            loop {
+            while self.takes_part(thread) {
                 let cell = self.next[number].0.fetch_add(1, Ordering::Relaxed);
                 if cell >= end {
                     break;
@@ -272,6 +303,11 @@ impl Team {
         let mut seen = 0;
         let mut waits = 0u32;
         while !self.leaving.load(Ordering::Relaxed) {
+            if !self.takes_part(number) {
+                // The next round in which this thread takes part unparks it.
+                std::thread::park();
+                continue;
+            }
             let state = self.state.load(Ordering::Acquire);
             if state >> 32 == seen || state & OPEN == 0 {
                 waits = waits.saturating_add(1);
@@ -301,6 +337,22 @@ impl Team {
                 caller.unpark();
             }
         }
+    }
+}
+
+/// Records for the serving process that a round runs while the value exists.
+struct Round<'a>(&'a Lender);
+
+impl<'a> Round<'a> {
+    fn begin(lender: &'a Lender) -> Self {
+        lender.begin();
+        Round(lender)
+    }
+}
+
+impl Drop for Round<'_> {
+    fn drop(&mut self) {
+        self.0.end();
     }
 }
 

@@ -96,6 +96,9 @@ pub struct ServedRequest {
     pub logit_bias: Vec<(u32, f32)>,
     /// Random seed: the same seed gives the same answer, whatever else the process computes.
     pub seed: u64,
+    /// What the answers are for, which is part of their random numbers.
+    #[serde(default)]
+    pub purpose: ServedPurpose,
     /// Strings that end an answer.
     pub stop: Vec<String>,
     /// Whether the text of an answer includes the stop string that ended it.
@@ -110,6 +113,46 @@ pub struct ServedRequest {
     pub echo: bool,
     /// Whether pieces of the answers are sent while they are generated; otherwise each answer is one piece.
     pub stream: bool,
+}
+
+impl Default for ServedRequest {
+    /// An empty prompt and one answer without tokens, sampled from the unchanged distribution.
+    fn default() -> Self {
+        Self {
+            ids: Vec::new(),
+            num_choices: 1,
+            max_tokens: 0,
+            to_context_end: false,
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            seed: 0,
+            purpose: ServedPurpose::default(),
+            stop: Vec::new(),
+            keeps_stop: false,
+            ignores_eos: false,
+            shows_special: false,
+            logprobs: None,
+            echo: false,
+            stream: false,
+        }
+    }
+}
+
+/// What the answers to a request are for. Different purposes have different random numbers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ServedPurpose {
+    /// A user's request.
+    #[default]
+    Request,
+    /// A verdict, for the prompt of this number.
+    Verdict(u64),
 }
 
 /// A line from a serving process: everything that one step of generation brought.

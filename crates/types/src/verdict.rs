@@ -1,13 +1,12 @@
 //! Verdicts: whether the trained model is better than the base model on the same rows.
 //!
-//! The server passes a [`JudgeTask`] to a child process (`rlood_worker::judge`), which samples both models, calls the
-//! rewards and reports its results row by row ([`JudgeLine`]). [`VerdictResult::of`], a pure function over [`statistics`],
+//! The server samples both models in the process of the served models, and passes their answers as a [`JudgeTask`] to a child
+//! process (`rlood_worker::judge`), which calls the rewards and reports its results row by row ([`JudgeLine`]). [`VerdictResult::of`], a pure function over [`statistics`],
 //! derives the result from the rows.
 
 pub mod statistics;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -38,22 +37,44 @@ pub struct JudgeTask {
     pub secrets: BTreeMap<String, RewardSecrets>,
     /// Addresses that reward requests may reach in addition to public ones.
     pub allow_outgoing: Vec<String>,
-    /// Directory of the base model.
-    pub model_dir: PathBuf,
     /// Directories of the reward models, by model id.
     pub reward_models: BTreeMap<String, String>,
-    /// Directory of the checkpoint.
-    pub checkpoint_dir: PathBuf,
     /// Source of the rows.
     pub rows_from: RowsFrom,
-    /// The test rows, with their numbers in the dataset.
-    pub rows: Vec<(u64, Map<String, Value>)>,
-    /// Rows of the guard set, on which training must not make the model worse.
-    pub guard_rows: Vec<(u64, Map<String, Value>)>,
-    /// How both models are sampled, and which reward passes.
+    /// The test rows, then those of the guard set, on which training must not make the model worse.
+    pub rows: Vec<AnsweredRow>,
+    /// How both models were sampled, and which reward passes.
     pub sampling: VerdictSampling,
-    /// Maximum memory of the process, in bytes; null = unknown.
-    pub memory_limit_bytes: Option<u64>,
+}
+
+/// A dataset row with the answers of both models, before they are judged.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct AnsweredRow {
+    /// The set that the row belongs to.
+    pub set: RowSet,
+    /// Number of the row in its dataset, from 0.
+    pub row: u64,
+    /// The prompt as both models saw it.
+    pub prompt: String,
+    /// The chat messages, if the prompt is a chat.
+    pub messages: Option<Value>,
+    /// All other columns of the row.
+    pub columns: Map<String, Value>,
+    /// The base model's answers.
+    pub base: Vec<SampledText>,
+    /// The trained model's answers.
+    pub trained: Vec<SampledText>,
+}
+
+/// A completion before it is judged.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct SampledText {
+    /// Text of the completion, without special tokens.
+    pub text: String,
+    /// Token ids, including the end-of-sequence token.
+    pub ids: Vec<u32>,
+    /// Why the completion ended.
+    pub finish_reason: FinishReason,
 }
 
 /// Returns the sampling of the job's evaluation; several completions per row are never greedy. A completion passes with the highest

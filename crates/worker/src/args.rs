@@ -64,6 +64,14 @@ pub struct WorkerArgs {
     /// Exit when standard input closes; set by the server for its own workers.
     #[arg(long, hide = true)]
     pub child: bool,
+
+    /// File through which the worker lends cores to the serving process; set by the server for its own workers on the CPU.
+    #[arg(long, hide = true)]
+    pub lending: Option<PathBuf>,
+
+    /// The worker's number in that file.
+    #[arg(long, hide = true, default_value_t = 0)]
+    pub lending_slot: usize,
 }
 
 /// Returns the default directory of downloaded models, used without `--cache-dir`.
@@ -101,9 +109,13 @@ pub struct ServingArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
 
-    /// Amount by which the process lowers its priority, 0 to 19, as the command `nice` does.
-    #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(i32).range(0..=19))]
-    pub nice: i32,
+    /// File through which workers lend cores while they train. Default: the process uses all its threads.
+    #[arg(long, value_name = "FILE")]
+    pub lending: Option<PathBuf>,
+
+    /// Share of the cores that the process uses while workers train, above 0 and below 1.
+    #[arg(long, default_value_t = 0.25, value_name = "SHARE")]
+    pub share: f64,
 
     /// Maximum memory of models, keys and values: bytes, or a number with a unit (512M, 200GB). Default: unknown.
     #[arg(long, value_parser = parse_size, value_name = "SIZE")]

@@ -3,6 +3,7 @@
 //! exits when standard input closes.
 
 mod models;
+mod share;
 
 use std::io::{BufRead, Write};
 use std::process::ExitCode;
@@ -12,10 +13,12 @@ use std::time::{Duration, Instant};
 use rlood_types::serving::{FromServing, ServedPiece, ServingState, StartServing, ToServing};
 
 use crate::args::ServingArgs;
+use crate::device::machine_threads;
 use crate::engine::backend::BackendKind;
 use crate::exit::end_process;
 use crate::one_shot::{EXIT_ORPHAN, OneShotError, be_killed_first, failed};
 use models::{Loaded, Models};
+use share::Share;
 
 /// Minimum time between two reports of the process's state while it generates.
 const STATE_INTERVAL: Duration = Duration::from_millis(250);
@@ -34,22 +37,19 @@ enum Message {
 /// Fails when the device is unknown, or standard output is closed.
 pub fn run(args: &ServingArgs) -> Result<ExitCode, OneShotError> {
     be_killed_first();
-    lower_priority(args.nice);
     let backend = BackendKind::of_device(&args.device.to_string()).map_err(failed("cannot use the device"))?;
     let (sender, messages) = mpsc::channel();
     read_lines(sender.clone()).map_err(failed("cannot start the thread that reads standard input"))?;
     let models = Models::new(backend, args.memory_limit, args.max_rows, sender);
-    Process { models, messages, reported: ServingState::default(), reported_at: Instant::now() }.run()?;
+    let threads = args.threads.unwrap_or_else(machine_threads) as usize;
+    let share = match &args.lending {
+        Some(path) => {
+            Some(Share::open(path, threads, args.share).map_err(failed("cannot open the file of lent cores"))?)
+        }
+        None => None,
+    };
+    Process { models, share, messages, reported: ServingState::default(), reported_at: Instant::now() }.run()?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Lowers the process's share of the CPU beside training. Computation with idle cores stays as fast as before.
-fn lower_priority(nice: i32) {
-    if nice > 0
-        && let Err(error) = rustix::process::nice(nice)
-    {
-        tracing::warn!(%error, nice, "the serving process could not lower its priority");
-    }
 }
 
 /// Starts the thread that forwards lines from standard input, and ends the process when the server is gone.
@@ -69,6 +69,8 @@ fn read_lines(sender: Sender<Message>) -> std::io::Result<()> {
 
 struct Process {
     models: Models,
+    /// None if no training uses the same cores.
+    share: Option<Share>,
     messages: Receiver<Message>,
     reported: ServingState,
     reported_at: Instant,
@@ -76,15 +78,26 @@ struct Process {
 
 impl Process {
     fn run(mut self) -> Result<(), OneShotError> {
-        loop {
-            if !self.receive()? {
-                return Ok(());
+        while self.receive()? {
+            let rest = self.share.as_mut().map_or(Duration::ZERO, Share::rest);
+            if !rest.is_zero() {
+                std::thread::sleep(rest);
+                continue;
             }
-            let (pieces, failures) = self.models.choose();
+            let (pieces, failures) = self.compute(Models::choose);
             self.write(pieces, failures)?;
-            let failures = self.models.advance();
+            let failures = self.compute(Models::advance);
             self.write(Vec::new(), failures)?;
             self.report()?;
+        }
+        Ok(())
+    }
+
+    /// Computes on the cores that this process may use now.
+    fn compute<T>(&mut self, step: impl FnOnce(&mut Models) -> T) -> T {
+        match &mut self.share {
+            Some(share) => share.compute(|| step(&mut self.models)),
+            None => step(&mut self.models),
         }
     }
 
@@ -93,14 +106,19 @@ impl Process {
     fn receive(&mut self) -> Result<bool, OneShotError> {
         loop {
             let message = match self.models.is_idle() {
-                true => match self.messages.recv_timeout(STATE_INTERVAL) {
-                    Ok(message) => Some(message),
-                    Err(RecvTimeoutError::Timeout) => {
-                        self.report()?;
-                        continue;
+                true => {
+                    if let Some(share) = &mut self.share {
+                        share.give_back();
                     }
-                    Err(RecvTimeoutError::Disconnected) => return Ok(false),
-                },
+                    match self.messages.recv_timeout(STATE_INTERVAL) {
+                        Ok(message) => Some(message),
+                        Err(RecvTimeoutError::Timeout) => {
+                            self.report()?;
+                            continue;
+                        }
+                        Err(RecvTimeoutError::Disconnected) => return Ok(false),
+                    }
+                }
                 false => match self.messages.try_recv() {
                     Ok(message) => Some(message),
                     Err(TryRecvError::Empty) => None,

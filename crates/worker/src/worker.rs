@@ -27,7 +27,7 @@ mod tests;
 mod transfer;
 
 use std::io::Read;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -39,8 +39,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::args::{WorkerArgs, default_cache_dir};
 use crate::device::machine_threads;
+use crate::engine::backend::cpu::Cpu;
 use crate::engine::host::{Host, RunEnd, TrainInput};
 use crate::engine::kernels::isa::Isa;
+use crate::engine::kernels::lending::Lender;
 use crate::error_text::with_causes;
 use crate::exit::end_process;
 use crate::id::WorkerId;
@@ -123,6 +125,15 @@ fn kernel_facts(device: &str) -> Option<KernelFacts> {
     Some(KernelFacts { isa: isa.name().to_owned(), avx512_bf16_gain: Isa::bf16_gain() })
 }
 
+/// Lends cores to the server's serving process. Without that file, the two only compete for them.
+fn lend_cores(path: &Path, slot: usize) {
+    match Lender::open(path, slot) {
+        Ok(Some(lender)) => Cpu::process_threads().lend(lender),
+        Ok(None) => {}
+        Err(error) => tracing::warn!(%error, path = %path.display(), "cannot lend cores to the serving process"),
+    }
+}
+
 /// Runs `rlood worker` until SIGTERM or SIGINT, and returns code 0 then.
 ///
 /// # Errors
@@ -137,6 +148,9 @@ async fn run_worker(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
         exit_with_server()?;
     }
     exit_on_panic();
+    if let Some(path) = &args.lending {
+        lend_cores(path, args.lending_slot);
+    }
     let preempted = Arc::new(AtomicBool::new(false));
     let leaving = stop_on_signal((!args.child).then(|| preempted.clone()))?;
     let cache_dir = args.cache_dir.unwrap_or_else(|| default_cache_dir(args.scratch_dir.as_deref()));

@@ -1,11 +1,14 @@
 //! Answers of a serving process: started, put together, and their errors.
 
+use super::Facts;
 use super::names::Chosen;
+use crate::event::FinishReason;
 use crate::http::AppState;
 use crate::http::auth::Caller;
 use crate::http::error::{Code, Problem};
+use crate::modelcard::text::TextError;
 use crate::serving::{ServedFinish, ServedPiece, ServedRequest, ServingError, TokenLogprobs};
-use crate::supervisor::serving::{Answers, Serving, StartError};
+use crate::supervisor::serving::{Answers, Asker, Serving, StartError};
 
 /// `Retry-After` of a request for which there is no room, in seconds.
 const RETRY_S: u64 = 1;
@@ -17,6 +20,24 @@ pub(in super::super) struct Whole {
     pub ids: Vec<u32>,
     pub logprobs: Vec<TokenLogprobs>,
     pub finish: Option<ServedFinish>,
+}
+
+impl Whole {
+    /// The text as samples of jobs have it: that of all tokens, also what follows a stop string within the last one.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer cannot decode the tokens.
+    pub fn sample_text(&self, facts: &Facts) -> Result<String, TextError> {
+        facts.text.decode(&self.ids, true)
+    }
+
+    /// Why the answer ended, as samples of jobs say it.
+    pub fn finish_reason(&self) -> FinishReason {
+        match self.finish {
+            Some(ServedFinish::Eos(_) | ServedFinish::Stop(_)) => FinishReason::Stop,
+            Some(ServedFinish::Length) | None => FinishReason::Length,
+        }
+    }
 }
 
 /// All answers to a prompt.
@@ -38,7 +59,8 @@ pub(in super::super) fn start(
     chosen: &Chosen,
     request: ServedRequest,
 ) -> Result<Answers, Problem> {
-    serving(state)?.start(caller.owner(), chosen.served.clone(), request).map_err(|error| match error {
+    let asker = Asker::Owner(caller.owner());
+    serving(state)?.start(asker, chosen.served.clone(), request).map_err(|error| match error {
         StartError::Full(detail) => Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_S),
         StartError::Stopping => stopping(),
         StartError::Failed(cause) => {
@@ -81,21 +103,24 @@ pub(in super::super) fn problem(error: ServingError) -> Problem {
     }
 }
 
-/// The problem for a process that ended without an answer.
-pub(in super::super) fn ended() -> Problem {
-    problem(ServingError::Failed("the serving process ended without an answer".to_owned()))
+/// The error of a process that ended without an answer.
+pub(in super::super) fn ended() -> ServingError {
+    ServingError::Failed("the serving process ended without an answer".to_owned())
 }
 
 /// Waits for all answers to a prompt.
 ///
 /// # Errors
 /// Fails if the process cannot answer.
-pub(in super::super) async fn collect(mut answers: Answers, request: &ServedRequest) -> Result<Collected, Problem> {
+pub(in super::super) async fn collect(
+    mut answers: Answers,
+    request: &ServedRequest,
+) -> Result<Collected, ServingError> {
     let mut collected = Collected { prompt: Vec::new(), answers: vec![Whole::default(); request.num_choices as usize] };
     let mut left = if request.max_tokens == 0 { 0 } else { request.num_choices };
     let mut waits_for_prompt = request.echo;
     while left > 0 || waits_for_prompt {
-        let piece = answers.next().await.ok_or_else(ended)?.map_err(problem)?;
+        let piece = answers.next().await.ok_or_else(ended)??;
         let ServedPiece { index, prompt, text, ids, logprobs, finish, .. } = piece;
         if let Some(prompt) = prompt {
             collected.prompt = prompt;

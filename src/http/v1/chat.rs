@@ -105,7 +105,7 @@ async fn respond(chat: Chat, answers: Answers) -> Result<Response, Problem> {
         let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).text("keep-alive");
         return Ok(Sse::new(chat.stream(answers)).keep_alive(keep_alive).into_response());
     }
-    let collected = collect(answers, &chat.request).await?;
+    let collected = collect(answers, &chat.request).await.map_err(answer::problem)?;
     Ok(Json(chat.whole(collected)).into_response())
 }
 
@@ -336,7 +336,7 @@ impl Pieces {
             let piece = match self.answers.as_mut()?.next().await {
                 Some(Ok(piece)) => piece,
                 failed => {
-                    let problem = failed.and_then(Result::err).map_or_else(answer::ended, answer::problem);
+                    let problem = answer::problem(failed.and_then(Result::err).unwrap_or_else(answer::ended));
                     tracing::warn!(cause = problem.cause(), "a streamed answer failed");
                     self.answers = None;
                     return Some(Event::default().data(json!(in_stream(problem.detail())).to_string()));

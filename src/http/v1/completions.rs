@@ -121,7 +121,7 @@ async fn complete(state: AppState, caller: Caller, body: Map<String, Value>) -> 
             let none =
                 || Collected { answers: vec![Whole::default(); request.num_choices as usize], prompt: Vec::new() };
             collected.push(match answers {
-                Some(answers) => collect(answers, request).await?,
+                Some(answers) => collect(answers, request).await.map_err(answer::problem)?,
                 None => none(),
             });
         }
@@ -254,7 +254,7 @@ impl Completion {
                 let mut answers = answers?;
                 let piece = answers.next().await;
                 let goes_on = matches!(piece, Some(Ok(_)));
-                Some((piece.unwrap_or_else(|| Err(ended())), goes_on.then_some(answers)))
+                Some((piece.unwrap_or_else(|| Err(answer::ended())), goes_on.then_some(answers)))
             });
             pieces.map(move |piece| (prompt, piece)).boxed()
         });
@@ -274,10 +274,6 @@ impl Completion {
             Some((Ok(event), events))
         })
     }
-}
-
-fn ended() -> crate::serving::ServingError {
-    crate::serving::ServingError::Failed("the serving process ended without an answer".to_owned())
 }
 
 /// A piece of an answer to the prompt with this index.

@@ -204,10 +204,7 @@ pub(super) fn request(sampling: &SamplingFields, facts: &Facts) -> Result<Served
         return Err(invalid("repetition_penalty", "out_of_range", "repetition_penalty is 0: must be above 0"));
     }
     Ok(ServedRequest {
-        ids: Vec::new(),
         num_choices,
-        max_tokens: 0,
-        to_context_end: false,
         temperature: bounded("temperature", sampling.temperature, 1.0, 0.0, 2.0)?,
         // With 0, only the most probable token is left.
         top_p: top_p.max(f64::MIN_POSITIVE),
@@ -223,9 +220,8 @@ pub(super) fn request(sampling: &SamplingFields, facts: &Facts) -> Result<Served
         keeps_stop: sampling.include_stop_str_in_output.unwrap_or(false),
         ignores_eos: sampling.ignore_eos.unwrap_or(false),
         shows_special: !sampling.skip_special_tokens.unwrap_or(true),
-        logprobs: None,
-        echo: false,
         stream: sampling.stream.unwrap_or(false),
+        ..ServedRequest::default()
     })
 }
 

@@ -1,5 +1,5 @@
-//! Runs queued verdicts, one after another: selects the rows, passes them to a separate process that compares the models, and
-//! stores its results.
+//! Runs queued verdicts, one after another: selects the rows, samples both models, passes the answers to a separate process that
+//! computes the rewards, and stores its results.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -10,18 +10,17 @@ use tokio::sync::mpsc;
 use super::super::job_models::unchanged;
 use super::super::tasks::{self, Work};
 use super::super::{AppState, python_rewards, reach};
+use super::sampling::{Compared, Row, Unanswered};
 use crate::error_text::with_causes;
 use crate::files::DataDir;
 use crate::one_shot::{ChildLine, OneShotError};
 use crate::spec::{DatasetPlan, EvalPlan, Plan, PromptKey, held_out_rows, prompt_key, test_rows};
 use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow};
 use crate::supervisor::one_shot::Verdicts;
-use crate::verdict::{JudgeLine, JudgeReport, JudgeTask, RowsFrom, VerdictError};
+use crate::verdict::{JudgeLine, JudgeReport, JudgeTask, RowSet, RowsFrom, VerdictError, VerdictSampling};
 
 /// Number of compared rows to store in one transaction.
 const ROWS_PER_TRANSACTION: usize = 64;
-
-type Rows = Vec<(u64, Map<String, Value>)>;
 
 /// Runs queued verdicts until the server stops.
 pub(crate) async fn run(state: AppState, verdicts: Verdicts) {
@@ -48,15 +47,16 @@ impl Work for Judging {
     }
 }
 
-fn failed(code: &str, message: impl Into<String>) -> VerdictError {
+pub(super) fn failed(code: &str, message: impl Into<String>) -> VerdictError {
     VerdictError { code: code.to_owned(), message: message.into() }
 }
 
-/// Runs the process that compares the models, and returns its report; `None` when the server stops.
+/// Samples both models and runs the process that judges them; returns its report, or `None` when the server stops.
 async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<Option<JudgeReport>, StoreError> {
     let task = match prepare(state, row).await {
         Ok(task) => task,
-        Err(error) => return Ok(Some(JudgeReport::Failed(error))),
+        Err(Unanswered::Failed(error)) => return Ok(Some(JudgeReport::Failed(error))),
+        Err(Unanswered::Stopping) => return Ok(None),
     };
     let (sender, receiver) = mpsc::channel(ROWS_PER_TRANSACTION);
     let (report, kept) = tokio::join!(verdicts.follow(&task, sender), store_rows(state, row, receiver));
@@ -66,7 +66,7 @@ async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<O
         Err(OneShotError::Stopping) => None,
         Err(OneShotError::Killed(_)) => Some(JudgeReport::Failed(failed(
             "killed",
-            "the process that compared the models was killed, most likely because it ran out of memory; try again when no job runs, or with fewer num_generations",
+            "the process that judged the answers was killed, most likely because it ran out of memory; try again when no job runs",
         ))),
         Err(error) => Some(JudgeReport::Failed(failed("process_failed", error.to_string()))),
     })
@@ -93,7 +93,8 @@ async fn store_rows(state: &AppState, row: &TaskRow, mut lines: mpsc::Receiver<J
     Ok(())
 }
 
-async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictError> {
+/// Collects what the process that judges needs, the answers of both models among it.
+async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, Unanswered> {
     let store = &state.store;
     let internal = |error: StoreError| {
         tracing::error!(error = with_causes(&error), "the comparison for a verdict cannot be prepared");
@@ -101,7 +102,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
     };
     let plan = store.job_get(row.job).await.and_then(|job| job.plan()).map_err(internal)?;
     if let Some(withdrawn) = python_rewards::withdrawn(state, row.job, &plan).await.map_err(internal)? {
-        return Err(failed("python_rewards_off", withdrawn.detail));
+        return Err(failed("python_rewards_off", withdrawn.detail).into());
     }
     let checkpoint = store.checkpoint_get(row.checkpoint).await.map_err(|error| match error {
         StoreError::NotFound { .. } => failed("no_such_checkpoint", "the checkpoint was removed in the meantime"),
@@ -128,21 +129,19 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
         failed("internal", format!("the dataset rows to compare the models on could not be read: {error}"))
     })?;
     let Read { rows_from, rows, guard_rows } = read?;
+    let sampling: VerdictSampling = serde_json::from_value(row.request.clone())
+        .map_err(|error| failed("internal", format!("the stored request for the verdict cannot be read: {error}")))?;
+    let compared = Compared { state, task: row, plan: &plan, model, checkpoint, sampling };
+    let rows = compared.answer([(RowSet::Test, rows), (RowSet::Guard, guard_rows)]).await?;
     Ok(JudgeTask {
         job: row.job,
         step: row.step,
         secrets: store.job_secrets(row.job).await.map_err(internal)?,
         allow_outgoing,
-        model_dir: model.source.into(),
         reward_models,
-        checkpoint_dir: state.files.checkpoint_dir(checkpoint.job, checkpoint.step, checkpoint.attempt),
         rows_from,
         rows,
-        guard_rows,
-        sampling: serde_json::from_value(row.request.clone()).map_err(|error| {
-            failed("internal", format!("the stored request for the verdict cannot be read: {error}"))
-        })?,
-        memory_limit_bytes: state.config.memory_per_worker(),
+        sampling,
         plan,
     })
 }
@@ -150,8 +149,8 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
 /// The dataset rows on which a verdict compares the models.
 struct Read {
     rows_from: RowsFrom,
-    rows: Rows,
-    guard_rows: Rows,
+    rows: Vec<Row>,
+    guard_rows: Vec<Row>,
 }
 
 /// Reads the dataset rows on which the models are compared. Blocking.
@@ -174,7 +173,7 @@ fn read_rows(files: &DataDir, plan: &Plan) -> Result<Read, VerdictError> {
 }
 
 /// Returns the rows of the training dataset that only the verdict reads, or those of the evaluation if there are none.
-fn set_aside(files: &DataDir, plan: &Plan, eval: &EvalPlan) -> Result<(RowsFrom, Rows), VerdictError> {
+fn set_aside(files: &DataDir, plan: &Plan, eval: &EvalPlan) -> Result<(RowsFrom, Vec<Row>), VerdictError> {
     if eval.fraction.is_none() && eval.test_fraction.is_none() {
         return Ok((RowsFrom::Eval, rows_of(files, &eval.dataset, None)?));
     }
@@ -196,7 +195,7 @@ fn set_aside(files: &DataDir, plan: &Plan, eval: &EvalPlan) -> Result<(RowsFrom,
 }
 
 /// Returns the dataset rows with these numbers (ascending), or all.
-fn rows_of(files: &DataDir, dataset: &DatasetPlan, numbers: Option<&[u64]>) -> Result<Rows, VerdictError> {
+fn rows_of(files: &DataDir, dataset: &DatasetPlan, numbers: Option<&[u64]>) -> Result<Vec<Row>, VerdictError> {
     let mut rows = Vec::new();
     each_row(files, dataset, |number, row| {
         if numbers.is_none_or(|numbers| numbers.binary_search(&number).is_ok()) {

@@ -72,9 +72,13 @@ impl Cpu {
 
     /// Creates a backend with the given instructions and the shared threads of the process.
     pub fn with_process_threads(dtype: ComputeDtype, isa: Isa) -> Cpu {
+        Cpu::with(dtype, isa, Cpu::process_threads().clone())
+    }
+
+    /// The threads that all backends of the process share.
+    pub fn process_threads() -> &'static Arc<Threads> {
         static THREADS: OnceLock<Arc<Threads>> = OnceLock::new();
-        let threads = THREADS.get_or_init(|| Arc::new(Threads::new(rayon::current_num_threads())));
-        Cpu::with(dtype, isa, threads.clone())
+        THREADS.get_or_init(|| Arc::new(Threads::new(rayon::current_num_threads())))
     }
 
     /// Creates a backend with the given instructions and threads.

@@ -21,28 +21,7 @@ use crate::kinds::kinds;
 const LIMITS: Limits = Limits { max_rows: 64, cache_bytes: 1 << 30, kept_bytes: 1 << 26 };
 
 fn request(ids: &[u32]) -> ServedRequest {
-    ServedRequest {
-        ids: ids.to_vec(),
-        num_choices: 1,
-        max_tokens: 16,
-        to_context_end: false,
-        temperature: 1.0,
-        top_p: 1.0,
-        top_k: 0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        logit_bias: Vec::new(),
-        seed: 7,
-        stop: Vec::new(),
-        keeps_stop: false,
-        ignores_eos: false,
-        shows_special: false,
-        logprobs: None,
-        echo: false,
-        stream: false,
-    }
+    ServedRequest { ids: ids.to_vec(), max_tokens: 16, seed: 7, ..ServedRequest::default() }
 }
 
 /// Pseudorandom token ids of the fixtures' vocabulary.

@@ -276,29 +276,6 @@ impl Footprint {
         }
     }
 
-    /// Returns the peak CPU memory, in bytes, of a process that generates and never trains: first with the base model, then with
-    /// the trained weights, with `plan.rloo.num_generations` completions of one prompt at a time.
-    pub fn of_generation(plan: &Plan, num_parameters: u64, shape: &ModelShape, prompt: u64) -> u64 {
-        let (rows, completion) =
-            (u64::from(plan.rloo.num_generations.get()), u64::from(plan.sampling.max_completion_length));
-        let parameters = trainable_parameters(plan, num_parameters, shape);
-        let weight_bytes = value_bytes(plan.training.dtype);
-        // The largest matrix, both as loaded and packed, while the fully fine-tuned weights replace the base model.
-        let trained = match plan.lora {
-            Some(_) => F32 * parameters + packed_adapter_bytes(plan, shape),
-            None => F32 * parameters + (F32 + weight_bytes) * shape.vocab_size * shape.hidden_size,
-        };
-        let kv_cache = kv_cache_bytes(shape, (1, prompt), (rows, completion));
-        let logits = filtered_bytes(plan, shape, rows);
-        let prefill = F32 * prompt.min(PREFILL_TOKENS) * forward_width(shape);
-        let rollout = kv_cache + logits.max(prefill);
-        PROCESS_BYTES
-            + self::weight_bytes(plan, num_parameters, shape)
-            + trained
-            + rollout
-            + rollout * ALLOCATOR_PERCENT / 100
-    }
-
     /// Computes the footprint of a run on the CPU.
     pub fn of(
         plan: &Plan,

@@ -213,6 +213,18 @@ pub struct GuardPlan {
 }
 
 impl EvalPlan {
+    /// The sampling of the evaluation; settings it does not specify are those of training.
+    pub fn sampling(&self, of_training: &SamplingPlan) -> SamplingPlan {
+        SamplingPlan {
+            temperature: self.temperature,
+            top_p: self.top_p.unwrap_or(of_training.top_p),
+            top_k: self.top_k.unwrap_or(of_training.top_k),
+            min_p: self.min_p.unwrap_or(of_training.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(of_training.repetition_penalty),
+            ..of_training.clone()
+        }
+    }
+
     /// Creates an evaluation with greedy sampling, one completion per prompt and the job's rewards, before the first step
     /// and every `every_steps` steps.
     pub fn of_dataset(dataset: DatasetPlan, every_steps: u64) -> Self {

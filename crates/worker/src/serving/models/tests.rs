@@ -19,28 +19,7 @@ fn adapter(name: &str, lora: &str) -> ServedModel {
 }
 
 fn request(max_tokens: u32) -> ServedRequest {
-    ServedRequest {
-        ids: vec![40, 41, 42],
-        num_choices: 1,
-        max_tokens,
-        to_context_end: false,
-        temperature: 0.0,
-        top_p: 1.0,
-        top_k: 0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        logit_bias: Vec::new(),
-        seed: 0,
-        stop: Vec::new(),
-        keeps_stop: false,
-        ignores_eos: true,
-        shows_special: false,
-        logprobs: None,
-        echo: false,
-        stream: false,
-    }
+    ServedRequest { ids: vec![40, 41, 42], max_tokens, temperature: 0.0, ignores_eos: true, ..ServedRequest::default() }
 }
 
 fn models(memory_bytes: u64) -> (Models, Receiver<Message>) {
