@@ -11,7 +11,11 @@ use crate::engine::kernels::lending::Borrower;
 
 /// What serving uses above its share before it rests, in seconds of each of its cores. The shorter, the more often cores change
 /// their owner; the longer, the less evenly answers flow.
-const SLICE_S: f64 = 0.03;
+const SLICE_S: f64 = 0.05;
+/// What lending costs training beyond the time of the cores: memory is shared, and caches are cold afterwards. Measured.
+const OVERHEAD: f64 = 1.07;
+/// Longest pause before the process looks again whether it may compute.
+const PAUSE: Duration = Duration::from_millis(5);
 /// Time until training's threads have left the cores that were just lent. A thread that is displaced instead makes the others
 /// wait for it.
 const HANDOVER: Duration = Duration::from_micros(500);
@@ -66,8 +70,9 @@ impl Share {
 
     /// How long serving must rest now; zero if it may compute.
     pub fn rest(&mut self) -> Duration {
-        self.used.pass(self.share * self.threads as f64);
-        self.used.seconds += self.borrower.take_cost().as_secs_f64();
+        let allowed = self.share * self.threads as f64;
+        self.used.pass(allowed);
+        self.used.seconds += OVERHEAD * self.borrower.take_cost().as_secs_f64();
         if !self.borrower.is_training() {
             self.rests = false;
         } else if self.used.seconds >= SLICE_S * self.cores() as f64 {
@@ -77,8 +82,7 @@ impl Share {
             self.rests = false;
         }
         match self.rests {
-            // Short, so that serving continues soon when training ends.
-            true => Duration::from_millis(1),
+            true => Duration::from_secs_f64((self.used.seconds / allowed).max(0.001)).min(PAUSE),
             false => Duration::ZERO,
         }
     }
