@@ -15,6 +15,7 @@ pub mod certificates;
 mod compare;
 mod contract;
 mod cookie;
+pub mod dataset_downloads;
 mod dataset_preview;
 mod dataset_ranges;
 mod dataset_sources;

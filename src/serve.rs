@@ -281,6 +281,9 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     if let Err(problem) = http::models::hub::resume(&state).await {
         tracing::warn!(?problem, "unfinished downloads of models could not be resumed");
     }
+    if let Err(problem) = http::dataset_downloads::resume(&state).await {
+        tracing::warn!(?problem, "unfinished downloads of datasets could not be resumed");
+    }
     let tasks = start_tasks(&state, &children, &stop_children);
     let downloads = state.downloads.clone();
     let connections = state.connections.clone();

@@ -96,6 +96,10 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     spec.arithmetic = parent.arithmetic;
     copy_secrets(&mut spec, &parent, state.store.job_secrets(id).await?);
     let prepared = prepare(&state, &caller, &mut spec, None, UseOfHub::Register).await?;
+    if prepared.is_pending() {
+        let detail = "the dataset is still being downloaded: wait until its state is 'ready', then fork the job";
+        errors.push(FieldError::new("/dataset", "dataset_downloading", detail));
+    }
     let Prepared { mut context, errors: found, warnings: _, train, eval, warm_up } = prepared;
     errors.extend(found);
     let resolved =

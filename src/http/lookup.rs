@@ -60,6 +60,13 @@ pub(super) struct EvalPrompts {
     pub(super) guard: Option<Prompts>,
 }
 
+impl Prepared {
+    /// Whether a dataset is still downloaded, so that the plan is provisional.
+    pub(super) fn is_pending(&self) -> bool {
+        self.context.is_pending()
+    }
+}
+
 impl EvalPrompts {
     fn each(&mut self) -> impl Iterator<Item = &mut Prompts> {
         let Self { eval, test, guard } = self;
@@ -82,8 +89,8 @@ pub(super) async fn prepare(
     let train = match uploaded {
         Some(prompts) => Some(prompts),
         None => {
-            Prompts::find(state, caller, spec.dataset.as_mut(), &Place::new("/dataset", chat_default), &mut errors)
-                .await?
+            let place = Place::new("/dataset", chat_default, use_of_hub);
+            Prompts::find(state, caller, spec.dataset.as_mut(), &place, &mut errors).await?
         }
     };
     let mut eval = EvalPrompts::default();
@@ -94,10 +101,11 @@ pub(super) async fn prepare(
             (&mut eval.test, spec.test_dataset.as_mut(), "/eval/test_dataset"),
             (&mut eval.guard, guard, "/eval/guard/dataset"),
         ] {
-            *prompts = Prompts::find(state, caller, source, &Place::new(at, chat_default), &mut errors).await?;
+            let place = Place::new(at, chat_default, use_of_hub);
+            *prompts = Prompts::find(state, caller, source, &place, &mut errors).await?;
         }
     }
-    let warm_up = answers::find(state, caller, spec, chat_default, &mut errors).await?;
+    let warm_up = answers::find(state, caller, spec, (chat_default, use_of_hub), &mut errors).await?;
     python_rewards::resolve(state, caller, spec, &mut errors).await?;
     let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
@@ -302,6 +310,10 @@ struct Model<'m> {
 }
 
 fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &mut Found<'_>) -> std::io::Result<()> {
+    if prompts.facts.is_pending {
+        found.warnings.push(not_downloaded(&prompts.at));
+        return Ok(());
+    }
     let Model { text, facts: model, kwargs } = *model;
     let mut count = prompts.facts.num_rows <= MAX_COUNTED_ROWS;
     let (mut has_chat, mut lengths, mut failures) = (false, PromptLengths::default(), Vec::new());
@@ -348,6 +360,13 @@ fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &
         .errors
         .extend(failures.into_iter().map(|detail| FieldError::new(&*prompts.at, "prompt_not_encodable", detail)));
     Ok(())
+}
+
+/// The warning that the rows of a dataset were not checked, because they are not here yet.
+fn not_downloaded(at: &str) -> Warning {
+    let detail = "the dataset is not downloaded yet, so its rows are not checked, and without max_steps the number of steps is an \
+                  estimate: the job waits for the dataset, and fails if its rows cannot be used";
+    Warning { pointer: at.to_owned(), code: "dataset_not_downloaded".to_owned(), detail: detail.to_owned() }
 }
 
 /// Total size of the texts in a prompt, in bytes.

@@ -1,5 +1,7 @@
 //! `POST /jobs` and `POST /jobs/validate`: from a document to a queued job.
 
+mod pending;
+
 use axum::body::Bytes;
 use axum::extract::multipart::{Field, Multipart};
 use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
@@ -179,8 +181,9 @@ pub(super) async fn submit(
     let (mut spec, spec_errors) = read_spec(&state, &caller, document).await?;
     errors.extend(spec_errors);
     let train = rows.map(|(summary, staged)| Prompts::of_upload(summary, staged));
-    let Prepared { context, errors: found, warnings: _, train, eval, warm_up } =
-        prepare(&state, &caller, &mut spec, train, UseOfHub::Register).await?;
+    let prepared = prepare(&state, &caller, &mut spec, train, UseOfHub::Register).await?;
+    let is_pending = prepared.is_pending();
+    let Prepared { context, errors: found, warnings: _, train, eval, warm_up } = prepared;
     errors.extend(found);
     let resolved = resolve(&spec, &context);
     let mut plan = match resolved {
@@ -191,12 +194,19 @@ pub(super) async fn submit(
             return Err(invalid(Code::InvalidSpec, errors));
         }
     };
-    store_prompts(&state, caller.owner(), (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
+    let (prompts, document) = ((train, eval, warm_up), &mut spec.redacted);
+    let waits_for = match is_pending {
+        true => pending::name_stored(&state, caller.owner(), prompts, document).await?,
+        false => {
+            store_prompts(&state, caller.owner(), prompts, document, &mut plan).await?;
+            Vec::new()
+        }
+    };
     let id = JobId::new();
     warm_start::pin_files(&state, id, &plan).await?;
     let (secrets, priority) = (&spec.secrets, spec.priority);
     let new = NewJob { id, spec: &spec.redacted, plan: &plan, secrets, parent: None, priority, owner: caller.owner() };
-    let created = state.store.job_create(new, clock_ms()).await;
+    let created = state.store.job_create_waiting(new, &waits_for, clock_ms()).await;
     if created.is_err() {
         warm_start::unpin_files(&state, id).await;
     }
@@ -303,8 +313,18 @@ async fn store_uploaded_dataset(
 ) -> Result<Option<DatasetRow>, Problem> {
     let Some(Prompts { at, source, facts: _ }) = prompts else { return Ok(None) };
     let name = document.pointer(&at).and_then(|dataset| dataset.get("name")?.as_str()).map(str::to_owned);
+    store_source(state, owner, name, source).await
+}
+
+/// Creates a dataset from rows; None if they are a dataset already, or are still downloaded.
+async fn store_source(
+    state: &AppState,
+    owner: &str,
+    name: Option<String>,
+    source: Source,
+) -> Result<Option<DatasetRow>, Problem> {
     let rows = match source {
-        Source::Stored(_) => return Ok(None),
+        Source::Stored(_) | Source::Downloading(_) => return Ok(None),
         Source::Uploaded(summary, staged, origin) => (summary, staged, origin),
         Source::Records(records) => {
             let lines = records.into_iter().map(|record| Ok::<_, Problem>(Bytes::from(format!("{record}\n"))));
@@ -318,7 +338,7 @@ async fn store_uploaded_dataset(
             (summary, staged, origin)
         }
     };
-    Ok(Some(store_rows(state, owner, name, rows).await?.0))
+    Ok(Some(store_rows(state, owner, (DatasetId::new(), name), rows).await?.0))
 }
 
 /// Options of a validation.
@@ -419,6 +439,8 @@ async fn validated(
     let (mut spec, found) = read_spec(state, caller, document).await?;
     errors.extend(found);
     let prepared = prepare(state, caller, &mut spec, None, UseOfHub::Inspect).await?;
+    // A preflight needs the rows. The warnings say that they are not downloaded.
+    let preflight_limits = preflight_limits.filter(|_| !prepared.is_pending());
     errors.extend(prepared.errors);
     let resolved = resolve(&spec, &prepared.context);
     let mut report = None;
