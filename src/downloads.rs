@@ -15,8 +15,8 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 use crate::error_text::with_causes;
-use crate::id::DatasetId;
 use crate::hub::{Hub, HubError, Progress, clean_parts};
+use crate::id::DatasetId;
 use crate::store::{HubOrigin, ModelRow, Store, StoreError};
 use models::ModelTarget;
 
@@ -240,7 +240,8 @@ impl Downloads {
         }
         let source = PathBuf::from(source);
         let summed = tokio::task::spawn_blocking(move || {
-            let mut pending = Pending { stored: bytes_below(&source), missing_on_disk: of_datasets, ..Pending::default() };
+            let mut pending =
+                Pending { stored: bytes_below(&source), missing_on_disk: of_datasets, ..Pending::default() };
             for (folder, (done, total)) in downloads {
                 pending.missing_in_folders += total.saturating_sub(bytes_below(&folder));
                 pending.missing_on_disk += total.saturating_sub(done);

@@ -51,8 +51,8 @@ pub fn routes() -> OpenApiRouter<AppState> {
 pub struct Dataset {
     /// The dataset's id, `ds_…`.
     pub id: DatasetId,
-    /// Current state: `ready`; for hub datasets also `downloading` and `failed`. Until a dataset is ready it has no rows, no columns
-    /// and an empty `sha256`.
+    /// Current state: `ready`; for hub datasets also `downloading` and `failed`. Until a dataset is ready it has no rows and no
+    /// columns, and `sha256` is the one of zero bytes.
     pub state: String,
     /// The name given at upload; null if none.
     pub name: Option<String>,
@@ -123,7 +123,8 @@ impl Dataset {
             name: row.name,
             num_rows: 0,
             size_bytes: 0,
-            sha256: String::new(),
+            // The hash of the rows that are there: none.
+            sha256: Sha256Digest::of("").to_string(),
             columns: Vec::new(),
             owner: row.owner,
             created_at: Time(row.created_at),
@@ -227,12 +228,7 @@ fn answer(status: StatusCode, dataset: &Dataset) -> Result<Answer, Problem> {
 }
 
 /// Stores a hub dataset, or starts its download.
-async fn import(
-    state: AppState,
-    caller: Caller,
-    name: Option<String>,
-    wanted: HubDataset,
-) -> Result<Answer, Problem> {
+async fn import(state: AppState, caller: Caller, name: Option<String>, wanted: HubDataset) -> Result<Answer, Problem> {
     let conversion = Conversion { recipe: wanted.recipe(), chat_default: true, answers: false };
     match fetch(&state, &caller, (name.clone(), &wanted), &conversion, UseOfHub::Register).await? {
         Fetched::Files(files) => {

@@ -122,7 +122,10 @@ async fn store_dataset(
 ) -> Result<DatasetId, Problem> {
     let pieces = stream::iter([Ok::<_, Problem>(Bytes::from_static(rows))]);
     let (summary, staged) = read_rows(state, Format::Ndjson, None, pieces, |problem| problem).await?;
-    Ok(store_rows(state, caller.owner(), (DatasetId::new(), Some(name.to_owned())), (summary, staged, None)).await?.0.id)
+    Ok(store_rows(state, caller.owner(), (DatasetId::new(), Some(name.to_owned())), (summary, staged, None))
+        .await?
+        .0
+        .id)
 }
 
 /// Returns the demo job as a user would write it. `rlood demo` runs the same job with a reward service.

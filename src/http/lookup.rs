@@ -30,6 +30,8 @@ use crate::store::ModelRow;
 /// Above this number of rows, or bytes of prompts, the worker counts the tokens of prompts in its loading phase.
 const MAX_COUNTED_ROWS: u64 = 10_000;
 const MAX_COUNTED_BYTES: usize = 16 << 20;
+/// Code of the warning, in a validation and in a job's events, that a repository has a new name.
+pub(super) const REPOSITORY_RENAMED: &str = "repository_renamed";
 /// Time limit for reading the model's properties and tokenizer, and for counting tokens.
 const INSPECT_WITHIN: Duration = Duration::from_secs(60);
 
@@ -83,7 +85,7 @@ pub(super) async fn prepare(
     use_of_hub: UseOfHub,
 ) -> Result<Prepared, Problem> {
     let mut errors = unreachable_rewards(state, spec).await?;
-    let model = find_model(state, caller, &spec.model, use_of_hub, &mut errors).await?;
+    let model = find_model(state, caller, (&spec.model, "/model"), use_of_hub, &mut errors).await?;
     // While the model is unknown, a chat template is assumed, because most models have one.
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
     let train = match uploaded {
@@ -107,7 +109,7 @@ pub(super) async fn prepare(
     }
     let warm_up = answers::find(state, caller, spec, (chat_default, use_of_hub), &mut errors).await?;
     python_rewards::resolve(state, caller, spec, &mut errors).await?;
-    let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
+    let reward_models = reward_models::find(state, caller, spec, use_of_hub, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, caller, spec, use_of_hub == UseOfHub::Register, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
@@ -122,7 +124,7 @@ pub(super) async fn prepare(
             }
             None => None,
         };
-        let reward_models = reward_models::inspect(reward_models, &mut errors);
+        let reward_models = reward_models::inspect(reward_models, &mut errors, &mut warnings);
         let warm_start = warm_start.and_then(|start| {
             let described = facts.as_ref().map(|(facts, description)| (facts.id.as_str(), description));
             start.inspect(described, &mut errors, &mut warnings)
@@ -168,11 +170,12 @@ async fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<Fie
     Ok(lists.filter_map(|(at, index, reward)| refused(at, index, reward)).collect())
 }
 
-/// Finds a registered model, or one on the hub, which is either registered and downloaded, or only inspected.
-async fn find_model(
+/// Finds a registered model, or one on the hub, which is either registered and downloaded, or only inspected. `at` is the JSON pointer
+/// to the model's id.
+pub(super) async fn find_model(
     state: &AppState,
     caller: &Caller,
-    id: &str,
+    (id, at): (&str, &str),
     use_of_hub: UseOfHub,
     errors: &mut Vec<FieldError>,
 ) -> Result<Option<ModelRow>, Problem> {
@@ -185,7 +188,7 @@ async fn find_model(
             let detail = format!(
                 "the model '{id}' could not be downloaded: {problem}; correct this, then send POST /models again"
             );
-            errors.push(FieldError::new("/model", "model_download_failed", detail));
+            errors.push(FieldError::new(at, "model_download_failed", detail));
             return Ok(None);
         }
         Some(row) => return Ok(Some(row)),
@@ -205,17 +208,17 @@ async fn find_model(
                     shortened(id),
                     problem.detail()
                 );
-                errors.push(FieldError::new("/model", problem.code().as_str(), detail));
+                errors.push(FieldError::new(at, problem.code().as_str(), detail));
                 Ok(None)
             }
             Err(problem) => Err(problem),
         };
     }
-    errors.push(unknown_model(state, caller, id).await?);
+    errors.push(unknown_model(state, caller, (id, at)).await?);
     Ok(None)
 }
 
-async fn unknown_model(state: &AppState, caller: &Caller, id: &str) -> Result<FieldError, Problem> {
+async fn unknown_model(state: &AppState, caller: &Caller, (id, at): (&str, &str)) -> Result<FieldError, Problem> {
     let some = state.store.model_list(caller.sees(), None, 5).await?;
     let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
     let known = if known.is_empty() {
@@ -227,7 +230,7 @@ async fn unknown_model(state: &AppState, caller: &Caller, id: &str) -> Result<Fi
         "the model '{}' is not registered ({known}): register it with POST /models {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
         shortened(id)
     );
-    Ok(FieldError::new("/model", "unknown_model", detail))
+    Ok(FieldError::new(at, "unknown_model", detail))
 }
 
 /// How to handle a model that exists only on the hub.
@@ -275,9 +278,7 @@ fn inspect<'p>(
         }
     }
     if let Some(name) = model.card[RENAMED_TO].as_str() {
-        let detail = format!("the hub has renamed this repository to '{name}': use that name from now on");
-        let (pointer, code) = ("/model".to_owned(), "repository_renamed".to_owned());
-        found.warnings.push(Warning { pointer, code, detail });
+        found.warnings.push(renamed("/model", name));
     }
     let facts = model_facts(model, &card);
     let text = match Text::load(dir) {
@@ -310,6 +311,7 @@ struct Model<'m> {
 }
 
 fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &mut Found<'_>) -> std::io::Result<()> {
+    found.warnings.extend(prompts.renamed.iter().map(|(at, name)| renamed(at, name)));
     if prompts.facts.is_pending {
         found.warnings.push(not_downloaded(&prompts.at));
         return Ok(());
@@ -360,6 +362,12 @@ fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &
         .errors
         .extend(failures.into_iter().map(|detail| FieldError::new(&*prompts.at, "prompt_not_encodable", detail)));
     Ok(())
+}
+
+/// The warning that the hub has renamed a repository.
+pub(super) fn renamed(at: &str, name: &str) -> Warning {
+    let detail = format!("the hub has renamed this repository to '{name}': use that name from now on");
+    Warning { pointer: at.to_owned(), code: REPOSITORY_RENAMED.to_owned(), detail }
 }
 
 /// The warning that the rows of a dataset were not checked, because they are not here yet.

@@ -24,6 +24,8 @@ pub(super) struct Prompts {
     /// Where the rows are stored.
     pub(super) source: Source,
     pub(super) facts: DatasetFacts,
+    /// The JSON pointers to hub datasets that were renamed, with the new names.
+    pub(super) renamed: Vec<(String, String)>,
 }
 
 pub(super) enum Source {
@@ -136,7 +138,8 @@ impl Prompts {
     pub(super) fn of_file(at: &str, summary: Summary, staged: StagedDone, origin: Option<Value>) -> Self {
         let (num_rows, columns) = (summary.num_rows, summary.columns.clone());
         let facts = DatasetFacts::of_file(DatasetId::new(), staged.sha256.to_string(), num_rows, columns);
-        Self { at: at.to_owned(), source: Source::Uploaded(summary, staged, origin), facts }
+        let renamed = renamed_in(at, origin.as_ref());
+        Self { at: at.to_owned(), source: Source::Uploaded(summary, staged, origin), facts, renamed }
     }
 
     /// Finds the dataset that a field of the job names, or prepares its rows. Inline records are moved out of the job. A
@@ -214,7 +217,7 @@ impl Prompts {
     fn of_records(records: &mut Vec<Value>, place: &Place) -> Self {
         let facts = DatasetFacts::of_records(records);
         // The list in the job is emptied but not removed, because it still shows that the rows were sent inline.
-        Self { at: place.at.clone(), source: Source::Records(std::mem::take(records)), facts }
+        Self { at: place.at.clone(), source: Source::Records(std::mem::take(records)), facts, renamed: Vec::new() }
     }
 
     /// Maps the rows of files, or reports why they cannot be read or mapped.
@@ -269,13 +272,14 @@ impl Prompts {
     fn of_row(state: &AppState, place: &Place, row: DatasetRow) -> Self {
         let DatasetRow { id, sha256, num_rows, columns, .. } = row;
         let facts = DatasetFacts::of_file(id, sha256, num_rows, columns);
-        Self { at: place.at.clone(), source: Source::Stored(state.files.dataset(id)), facts }
+        Self { at: place.at.clone(), source: Source::Stored(state.files.dataset(id)), facts, renamed: Vec::new() }
     }
 
     /// Describes rows that are still downloaded, of which at most `limit` will be kept.
     fn pending(place: &Place, row: &DatasetDownloadRow, limit: Option<u64>) -> Self {
         let facts = DatasetFacts::pending(row.id, row.bytes_total, limit);
-        Self { at: place.at.clone(), source: Source::Downloading(row.id), facts }
+        let renamed = renamed_in(&place.at, Some(&row.origin));
+        Self { at: place.at.clone(), source: Source::Downloading(row.id), facts, renamed }
     }
 
     /// Concatenates the rows of several datasets.
@@ -286,12 +290,13 @@ impl Prompts {
         place: &Place,
         errors: &mut Vec<FieldError>,
     ) -> Result<Option<Self>, Problem> {
-        let mut found = Vec::with_capacity(sources.len());
+        let (mut found, mut renamed) = (Vec::with_capacity(sources.len()), Vec::new());
         for (index, mixed) in sources.iter_mut().enumerate() {
             let Some(source) = &mut mixed.source else { continue };
             let place = Place { at: format!("{}/{index}", place.at), ..*place };
             // After an error the other datasets are still read, so that the errors of all are reported together.
             let Some(prompts) = Self::of_one(state, caller, source, &place, errors).await? else { continue };
+            renamed.extend(prompts.renamed.iter().cloned());
             let num_rows = prompts.facts.num_rows;
             let weight = mixed.weight.unwrap_or(num_rows as f64);
             found.push((SourcePlan { name: mixed.name.clone(), num_rows, weight }, prompts));
@@ -305,6 +310,7 @@ impl Prompts {
             at: place.at.clone(),
             source: Source::Several(sources),
             facts: DatasetFacts::of_sources(facts),
+            renamed,
         }))
     }
 
@@ -346,6 +352,12 @@ impl Prompts {
         });
         all.map(drop)
     }
+}
+
+/// Returns the pointer and the new name of a dataset whose origin says that the hub has renamed it.
+fn renamed_in(at: &str, origin: Option<&Value>) -> Vec<(String, String)> {
+    let name = origin.and_then(|origin| origin.get("renamed_to")?.as_str());
+    name.map(|name| (at.to_owned(), name.to_owned())).into_iter().collect()
 }
 
 /// Returns rows as a file to which a mapping can be applied.

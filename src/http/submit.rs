@@ -23,7 +23,7 @@ use super::extract::{Json, Query, expect_document, media_type, parse_document, r
 use super::heavy;
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
-use super::lookup::{EvalPrompts, Prepared, UseOfHub, prepare};
+use super::lookup::{EvalPrompts, Prepared, REPOSITORY_RENAMED, UseOfHub, prepare};
 use super::prompts::{Prompts, Source, unknown_dataset};
 use super::rows::read_rows;
 use super::uploads::{bad_form, broken_form, format_of_part};
@@ -183,7 +183,7 @@ pub(super) async fn submit(
     let train = rows.map(|(summary, staged)| Prompts::of_upload(summary, staged));
     let prepared = prepare(&state, &caller, &mut spec, train, UseOfHub::Register).await?;
     let is_pending = prepared.is_pending();
-    let Prepared { context, errors: found, warnings: _, train, eval, warm_up } = prepared;
+    let Prepared { context, errors: found, warnings, train, eval, warm_up } = prepared;
     errors.extend(found);
     let resolved = resolve(&spec, &context);
     let mut plan = match resolved {
@@ -224,6 +224,10 @@ pub(super) async fn submit(
         }
         created => created?,
     };
+    let renamed = warnings.iter().filter(|warning| warning.code == REPOSITORY_RENAMED);
+    let renamed: Vec<(&str, String)> =
+        renamed.map(|warning| (REPOSITORY_RENAMED, format!("{}: {}", warning.pointer, warning.detail))).collect();
+    state.store.job_warn(row.id, &renamed, clock_ms()).await?;
     Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(&state, row).await?)
 }
 
@@ -311,7 +315,7 @@ async fn store_uploaded_dataset(
     document: &Value,
     prompts: Option<Prompts>,
 ) -> Result<Option<DatasetRow>, Problem> {
-    let Some(Prompts { at, source, facts: _ }) = prompts else { return Ok(None) };
+    let Some(Prompts { at, source, .. }) = prompts else { return Ok(None) };
     let name = document.pointer(&at).and_then(|dataset| dataset.get("name")?.as_str()).map(str::to_owned);
     store_source(state, owner, name, source).await
 }

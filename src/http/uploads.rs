@@ -133,9 +133,7 @@ pub(super) async fn receive(
         let (hub_name, wanted) = wanted?;
         let rows = match purpose {
             Purpose::Store => SentRows::Hub(Box::new(wanted)),
-            Purpose::Preview => {
-                SentRows::Files(Box::new(fetch_start(state, caller, &wanted).await?), wanted.recipe())
-            }
+            Purpose::Preview => SentRows::Files(Box::new(fetch_start(state, caller, &wanted).await?), wanted.recipe()),
         };
         return Ok(Sent { name: checked_name(hub_name)?.or(name), rows });
     }

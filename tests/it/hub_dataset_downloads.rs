@@ -15,7 +15,9 @@ const NUM_ROWS: usize = 200;
 
 /// A dataset of one file that is larger than what the hub sends before it is released.
 fn rows() -> BTreeMap<String, Vec<u8>> {
-    let row = |index: usize| format!("{{\"question\":\"{index}?\",\"answer\":\"{index}\",\"pad\":\"{}\"}}\n", "x".repeat(900));
+    let row = |index: usize| {
+        format!("{{\"question\":\"{index}?\",\"answer\":\"{index}\",\"pad\":\"{}\"}}\n", "x".repeat(9000))
+    };
     BTreeMap::from([("train.jsonl".to_owned(), (0..NUM_ROWS).map(row).collect::<String>().into_bytes())])
 }
 
@@ -62,14 +64,19 @@ async fn a_job_waits_for_its_dataset_and_gets_its_plan_from_the_rows() {
     job["training"] = json!({"prompts_per_step": 100});
     let checked = server.post("/jobs/validate", &job).await;
     assert_eq!((&checked["valid"], &checked["errors"]), (&json!(true), &json!([])), "{checked}");
-    let warned = checked["warnings"].as_array().unwrap().iter().any(|warning| warning["code"] == "dataset_not_downloaded");
+    let warned =
+        checked["warnings"].as_array().unwrap().iter().any(|warning| warning["code"] == "dataset_not_downloaded");
     assert!(warned && checked["plan"]["dataset"]["id"].is_null(), "{checked}");
     assert_eq!(server.get("/datasets").await["data"], json!([]));
 
     let mut named = wanted();
     named["name"] = json!("mine");
     let (answered, dataset) = post(&server, "/datasets", &[], &named).await;
-    assert_eq!((answered, &dataset["state"], &dataset["name"]), (202, &json!("downloading"), &json!("mine")), "{dataset}");
+    assert_eq!(
+        (answered, &dataset["state"], &dataset["name"]),
+        (202, &json!("downloading"), &json!("mine")),
+        "{dataset}"
+    );
     let path = format!("/datasets/{}", dataset["id"].as_str().unwrap());
     let total = rows()["train.jsonl"].len();
     assert_eq!((&dataset["bytes_total"], &dataset["origin"]["commit"]), (&json!(total), &json!(COMMIT)));
@@ -82,7 +89,11 @@ async fn a_job_waits_for_its_dataset_and_gets_its_plan_from_the_rows() {
     let by_id = server.submit(&job).await;
     for job in [&by_hub, &by_id] {
         let view = server.get(&format!("/jobs/{job}")).await;
-        assert_eq!((&view["state"], &view["status_reason"]), (&json!("queued"), &json!("dataset_downloading")), "{view}");
+        assert_eq!(
+            (&view["state"], &view["status_reason"]),
+            (&json!("queued"), &json!("dataset_downloading")),
+            "{view}"
+        );
         assert_eq!(view["plan"]["dataset"]["num_rows"], 0);
     }
     tokio::time::sleep(Duration::from_secs(6)).await;
@@ -90,7 +101,10 @@ async fn a_job_waits_for_its_dataset_and_gets_its_plan_from_the_rows() {
     let done = listed["bytes_done"].as_u64().unwrap();
     assert!(listed["state"] == "downloading" && done > 0 && done < total as u64, "{listed}");
     assert_eq!(listed["eta_s"].is_number(), listed["bytes_per_second"].as_f64() > Some(0.0), "{listed}");
-    assert_eq!((status(&server, &format!("{path}/rows")).await, status(&server, &format!("{path}/content")).await), (409, 409));
+    assert_eq!(
+        (status(&server, &format!("{path}/rows")).await, status(&server, &format!("{path}/content")).await),
+        (409, 409)
+    );
     assert_eq!(delete(&server, &path).await, 409);
 
     release(&hub);
@@ -105,7 +119,10 @@ async fn a_job_waits_for_its_dataset_and_gets_its_plan_from_the_rows() {
         assert_eq!(told("job.planned").unwrap()["data"]["total_steps"], 2);
     }
     let ready = when(&server, &path, "ready").await;
-    assert_eq!((&ready["num_rows"], &ready["name"], &ready["columns"]), (&json!(NUM_ROWS), &json!("mine"), &json!(["prompt", "answer"])));
+    assert_eq!(
+        (&ready["num_rows"], &ready["name"], &ready["columns"]),
+        (&json!(NUM_ROWS), &json!("mine"), &json!(["prompt", "question", "answer"]))
+    );
     let asked = hub.seen().iter().filter(|seen| seen.cdn).count();
     let (answered, again) = post(&server, "/datasets", &[], &wanted()).await;
     assert_eq!((answered, &again["id"]), (200, &dataset["id"]), "{again}");
@@ -138,12 +155,15 @@ async fn a_killed_server_resumes_a_dataset_and_the_jobs_that_wait() {
     let server = serve(&data, &hub, &[]);
     let view = server.job_in_state(&job, "succeeded").await;
     let sources = view["plan"]["dataset"]["sources"].as_array().unwrap();
-    let source = |index: usize| (sources[index]["name"].clone(), sources[index]["num_rows"].clone(), sources[index]["weight"].clone());
+    let source = |index: usize| {
+        (sources[index]["name"].clone(), sources[index]["num_rows"].clone(), sources[index]["weight"].clone())
+    };
     assert_eq!(source(0), (json!("rows"), json!(40), json!(2.0)), "{view}");
     assert_eq!(source(1), (json!("own"), json!(2), json!(2.0)), "{view}");
     let again = hub.seen().split_off(before);
+    // Each connection brought 60,000 bytes: one during the request, and one in the background.
     let range = again.iter().find(|seen| seen.cdn).and_then(|seen| seen.range.clone());
-    assert_eq!(range.as_deref(), Some("bytes=60000-"), "{again:?}");
+    assert!(matches!(range.as_deref(), Some("bytes=60000-" | "bytes=120000-")), "{again:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

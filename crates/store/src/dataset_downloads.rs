@@ -9,9 +9,7 @@ use super::claims::job_fail;
 use super::events::event_insert;
 use super::hub_models::DOWNLOADING;
 use super::jobs::{DATASET_DOWNLOADING, MODEL_DOWNLOADING, datasets_of, job_row};
-use super::{
-    Doing, JobRow, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json,
-};
+use super::{Doing, JobRow, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json};
 use crate::id::{DatasetId, JobId};
 use crate::job::{Failure, FailureClass};
 use crate::spec::Plan;
@@ -252,7 +250,8 @@ impl Store {
         let mut tx = self.begin(doing).await?;
         let done = sqlx::query(
             "UPDATE jobs SET waits_for_data = 0, spec = ?, plan = ?, total_steps = ?, status_reason = CASE status_reason \
-             WHEN ? THEN (SELECT ? FROM models WHERE models.id = jobs.model AND models.state = 'downloading') \
+             WHEN ? THEN (SELECT ? FROM models WHERE models.state = 'downloading' AND (models.id = jobs.model OR models.id IN \
+             (SELECT key FROM json_each(jobs.plan, '$.reward_models')))) \
              ELSE status_reason END WHERE id = ? AND waits_for_data = 1 AND state IN ('queued', 'paused')",
         )
         .bind(to_json("spec", document)?)
@@ -277,6 +276,21 @@ impl Store {
         self.commit(tx, doing).await?;
         self.wake_job(id);
         self.wake_queue();
+        Ok(())
+    }
+
+    /// Adds warnings to the events of a job: a code and a message each.
+    pub async fn job_warn(&self, id: JobId, warnings: &[(&str, String)], now: i64) -> Result<(), StoreError> {
+        if warnings.is_empty() {
+            return Ok(());
+        }
+        let doing = "add warnings to a job";
+        let mut tx = self.begin(doing).await?;
+        for (code, message) in warnings {
+            event_insert(&mut tx, id, "warning", now, json!({"code": code, "message": message, "data": {}})).await?;
+        }
+        self.commit(tx, doing).await?;
+        self.wake_job(id);
         Ok(())
     }
 

@@ -104,7 +104,8 @@ impl Store {
 
     /// Returns one stored dataset, or `NotFound`. The id may also be the one of a download with the same rows.
     pub async fn dataset_get(&self, id: DatasetId) -> Result<DatasetRow, StoreError> {
-        let query = "SELECT * FROM datasets WHERE id = ?1 OR id = (SELECT dataset_id FROM dataset_downloads WHERE id = ?1)";
+        let query =
+            "SELECT * FROM datasets WHERE id = ?1 OR id = (SELECT dataset_id FROM dataset_downloads WHERE id = ?1)";
         let row = sqlx::query(query)
             .bind(id.to_string())
             .fetch_optional(&self.readers)

@@ -19,7 +19,7 @@ use crate::id::{DatasetId, IdError, JobId, WorkerId};
 use crate::job::{Action, Ending, Failure, Requested, State};
 use crate::spec::{Plan, RewardSecrets};
 
-/// `status_reason` of a queued job whose model is being downloaded.
+/// `status_reason` of a queued job whose model, or the model of a reward, is being downloaded.
 pub const MODEL_DOWNLOADING: &str = "model_downloading";
 /// `status_reason` of a queued job whose plan is provisional, because the files of a dataset are being downloaded.
 pub const DATASET_DOWNLOADING: &str = "dataset_downloading";
@@ -233,7 +233,7 @@ impl Store {
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
              parent, owner, created_at, waits_for_data, status_reason) \
              VALUES (?, ?, 'queued', ?, (SELECT COALESCE(MAX(queue_order), 0) + 1 FROM jobs), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, \
-             COALESCE(?, (SELECT ? FROM models WHERE id = ? AND state = 'downloading')))",
+             COALESCE(?, (SELECT ? FROM models WHERE (id = ? OR id IN (SELECT key FROM json_each(?))) AND state = 'downloading')))",
         )
         .bind(id.to_string())
         .bind(&plan.name)
@@ -251,6 +251,7 @@ impl Store {
         .bind((!waits_for.is_empty()).then_some(DATASET_DOWNLOADING))
         .bind(MODEL_DOWNLOADING)
         .bind(&plan.model.id)
+        .bind(to_json("reward_models", &plan.reward_models)?)
         .execute(&mut *tx)
         .await
         .doing(doing)?;

@@ -11,7 +11,8 @@ impl Store {
 
     /// Returns the owner of a dataset.
     pub async fn dataset_owner(&self, id: DatasetId) -> Result<Option<String>, StoreError> {
-        let query = "SELECT owner FROM datasets WHERE id = ?1 UNION ALL SELECT owner FROM dataset_downloads WHERE id = ?1";
+        let query =
+            "SELECT owner FROM datasets WHERE id = ?1 UNION ALL SELECT owner FROM dataset_downloads WHERE id = ?1";
         self.owner_of(query, &id.to_string()).await
     }
 

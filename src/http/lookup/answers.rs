@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use serde_json::Value;
 
 use super::{
-    AppState, Caller, Found, MAX_COUNTED_BYTES, MAX_COUNTED_ROWS, Model, UseOfHub, not_downloaded, text_bytes,
+    AppState, Caller, Found, MAX_COUNTED_BYTES, MAX_COUNTED_ROWS, Model, UseOfHub, not_downloaded, renamed, text_bytes,
 };
 use crate::dataset::{Answered, COMPLETION, PROMPT, Recipe, answered};
 use crate::http::error::{Problem, chain};
@@ -48,6 +48,7 @@ pub(super) fn measure(
     stop: &AtomicBool,
     found: &mut Found<'_>,
 ) -> std::io::Result<()> {
+    found.warnings.extend(rows.renamed.iter().map(|(at, name)| renamed(at, name)));
     if rows.facts.is_pending {
         found.warnings.push(not_downloaded(AT));
         return Ok(());

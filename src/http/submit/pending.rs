@@ -19,7 +19,7 @@ pub(super) async fn name_stored(
 ) -> Result<Vec<DatasetId>, Problem> {
     let EvalPrompts { eval, test, guard } = eval;
     let mut needed = Vec::new();
-    for Prompts { at, source, facts } in [train, eval, test, guard, warm_up].into_iter().flatten() {
+    for Prompts { at, source, facts, .. } in [train, eval, test, guard, warm_up].into_iter().flatten() {
         let Source::Several(sources) = source else {
             let name = document.pointer(&at).and_then(|place| Some(place.get("name")?.as_str()?.to_owned()));
             let place = Place { document: &mut *document, at: &at };
