@@ -17,7 +17,8 @@ use super::error::{Code, Problem};
 use super::lookup::{Prepared, UseOfHub, prepare};
 use super::models::hub::build;
 use super::storage::check_room_on_disk;
-use super::submit::{read_spec, store_prompts};
+use super::submit::read_spec;
+use super::submit::stored::store_prompts;
 use crate::config::HubTokenFor;
 use crate::dataset::Recipe;
 use crate::downloads::{Advance, Incomplete, Target, dataset_key};
@@ -65,11 +66,18 @@ pub(super) async fn fetch(
     let found = find(state, caller, wanted).await?;
     let stored_as = serde_json::to_value(conversion).map_err(Problem::internal)?;
     let known = state.store.dataset_download_of(caller.owner(), &found.origin, &stored_as).await?;
-    if let Some(known) = known.filter(|known| known.state == "downloading") {
-        if use_of_hub == UseOfHub::Register {
-            start(state, found, known.clone(), conversion.clone());
+    match known {
+        Some(known) if known.state == "downloading" => {
+            if use_of_hub == UseOfHub::Register {
+                start(state, found, known.clone(), conversion.clone());
+            }
+            return Ok(Fetched::Downloading(Box::new(known)));
         }
-        return Ok(Fetched::Downloading(Box::new(known)));
+        // The new request replaces the failed download. No job waits for it.
+        Some(known) if known.state == "failed" && use_of_hub == UseOfHub::Register => {
+            state.store.dataset_delete(known.id).await?;
+        }
+        Some(_) | None => {}
     }
     // The partial files of a download that is dropped here stay, and the next one continues them.
     if let Ok(files) = tokio::time::timeout(WAIT, download(state, found.clone(), &Arc::default())).await {

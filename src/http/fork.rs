@@ -19,7 +19,8 @@ use super::extract::{Json, Path};
 use super::idempotency::{Answer, identity, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, UseOfHub, prepare};
-use super::submit::{read_spec, store_prompts};
+use super::submit::read_spec;
+use super::submit::stored::store_prompts;
 use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{

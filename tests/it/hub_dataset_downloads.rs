@@ -198,6 +198,12 @@ async fn a_dataset_that_cannot_be_used_fails_the_jobs_that_wait_and_cancelling_k
     let checked = server.post("/jobs/validate", &job).await;
     assert_eq!(checked["errors"][0]["code"], "dataset_download_failed", "{checked}");
 
+    // A new request replaces the failed download, and names the error at once.
+    let (answered, refused) =
+        post(&server, "/datasets", &[], &json!({"hub": "fake/rows", "map": {"prompt": "quesiton"}})).await;
+    assert_eq!((answered, &refused["code"]), (422, &json!("invalid_dataset")), "{refused}");
+    assert_eq!(status(&server, &format!("/datasets/{id}")).await, 404);
+
     let failed = server.job_in_state(&columnless, "failed").await;
     assert_eq!(failed["failure"]["code"], "invalid_spec", "{failed}");
     let message = failed["failure"]["message"].as_str().unwrap();

@@ -33,9 +33,9 @@ pub struct Common {
     #[arg(long, global = true, env = "RLOOD_HUB_TOKEN", hide_env_values = true, value_name = "TOKEN")]
     pub hub_token: Option<String>,
 
-    /// Send the Hugging Face token of this machine's user with the requests: HF_TOKEN, or the file that `hf auth login` writes. Without this flag
-    /// only `rlood push` reads it.
-    #[arg(long, global = true, conflicts_with = "hub_token")]
+    /// Send the Hugging Face token of this machine's user with the requests: HF_TOKEN, or the file that `hf auth login` writes. It is used
+    /// instead of --hub-token. Without this flag only `rlood push` reads it.
+    #[arg(long, global = true)]
     pub hf_token: bool,
 
     /// Print the API's JSON: one document, or one object per line when following.

@@ -2,8 +2,10 @@
 
 use serde_json::{Value, json};
 
-use super::{AppState, EvalPrompts, Prompts, Source, store_source};
+use super::stored::store_source;
+use super::{AppState, Prompts, Source};
 use crate::http::error::Problem;
+use crate::http::lookup::EvalPrompts;
 use crate::id::DatasetId;
 
 /// The dataset of a warm-up, whose mapping is not applied a second time to rows that were stored with it.
