@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::Value;
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 use tokio::task::JoinHandle;
 
 use crate::error_text::with_causes;
@@ -105,6 +105,8 @@ struct Inner {
     /// Held from the check whether a download fits until its row is stored, so that of two downloads each is checked against the
     /// other.
     admission: tokio::sync::Mutex<()>,
+    /// Signals that a download of a dataset is stored, so that jobs that wait for it can be planned.
+    dataset_stored: Notify,
 }
 
 #[derive(Debug)]
@@ -135,7 +137,8 @@ impl Downloads {
     pub fn new(store: Store, root: &Path) -> Self {
         let (root, places) = (root.to_owned(), Semaphore::new(MAX_CONCURRENT));
         let (running, admission) = (Mutex::default(), tokio::sync::Mutex::default());
-        Self(Arc::new(Inner { store, root, places, running, admission }))
+        let dataset_stored = Notify::new();
+        Self(Arc::new(Inner { store, root, places, running, admission, dataset_stored }))
     }
 
     /// Returns the directory of partial files, named by hash.
@@ -210,6 +213,11 @@ impl Downloads {
             // The result only says that the task was aborted, or that it had ended before.
             drop(task.await);
         }
+    }
+
+    /// Returns the signal that a download of a dataset is stored.
+    pub fn dataset_stored(&self) -> &Notify {
+        &self.0.dataset_stored
     }
 
     /// Waits until no other download is being checked against the free space; hold the result until the download's row is stored.

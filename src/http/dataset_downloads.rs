@@ -1,7 +1,4 @@
 //! Datasets of a hub whose download takes longer than a request: they are downloaded afterwards, and jobs wait for them.
-//!
-//! A job that waits has a provisional plan, because a plan depends on the rows. Once all of its datasets are stored, the job's document
-//! is read again as if it had just been submitted, and the job gets its final plan.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -12,28 +9,21 @@ use serde_json::json;
 use super::AppState;
 use super::auth::Caller;
 use super::dataset_sources::{Files, Found, convert_files, download, find, problem};
-use super::datasets::store_rows;
 use super::error::{Code, Problem};
-use super::lookup::{Prepared, UseOfHub, prepare};
 use super::models::hub::build;
+use super::named_models::UseOfHub;
+use super::rows::store_rows;
 use super::storage::check_room_on_disk;
-use super::submit::read_spec;
-use super::submit::stored::store_prompts;
 use crate::config::HubTokenFor;
 use crate::dataset::Recipe;
 use crate::downloads::{Advance, Incomplete, Target, dataset_key};
-use crate::error_text::with_causes;
 use crate::hub::{HubError, Progress};
 use crate::id::DatasetId;
-use crate::spec::{FieldError, HubDataset, Plan, resolve};
-use crate::store::{DatasetDownloadRow, DatasetRow, JobRow, NewDatasetDownload, StoreError, clock_ms};
+use crate::spec::HubDataset;
+use crate::store::{DatasetDownloadRow, DatasetRow, NewDatasetDownload, StoreError, clock_ms};
 
 /// How long a request waits for the files of a dataset. A download that takes longer continues after the request.
 const WAIT: Duration = Duration::from_secs(5);
-/// Attempts to plan a job while the server is busy, and the pause between two of them.
-const MAX_PLAN_ATTEMPTS: u32 = 5;
-const PLAN_RETRY_DELAY: Duration = Duration::from_secs(10);
-
 /// How the rows of a dataset are converted.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Conversion {
@@ -132,8 +122,8 @@ fn start(state: &AppState, found: Found, row: DatasetDownloadRow, conversion: Co
     state.downloads.start(DatasetTarget { state: state.clone(), found, row, conversion, files: Mutex::default() });
 }
 
-/// Resumes the downloads that the previous server process did not finish, and plans the jobs whose datasets are stored. The hub
-/// tokens of requests are not available, because they are never stored.
+/// Resumes the downloads that the previous server process did not finish. The hub tokens of requests are not available, because they
+/// are never stored.
 pub async fn resume(state: &AppState) -> Result<(), Problem> {
     let hub = &state.config.hub;
     for row in state.store.dataset_downloads_running().await? {
@@ -157,7 +147,6 @@ pub async fn resume(state: &AppState) -> Result<(), Problem> {
         };
         state.store.dataset_download_failed(row.id, problem, clock_ms()).await?;
     }
-    tokio::spawn(plan_jobs(state.clone()));
     Ok(())
 }
 
@@ -198,7 +187,7 @@ impl Target for DatasetTarget {
         let (stored, _) = store_rows(&self.state, &self.row.owner, named, rows).await.map_err(unusable)?;
         let store = &self.state.store;
         store.dataset_download_ready(self.row.id, stored.id, clock_ms()).await.map_err(Incomplete::Store)?;
-        tokio::spawn(plan_jobs(self.state.clone()));
+        self.state.downloads.dataset_stored().notify_one();
         Ok(())
     }
 
@@ -213,78 +202,6 @@ impl Target for DatasetTarget {
     async fn fail(&self, problem: &str) -> Result<(), StoreError> {
         self.state.store.dataset_download_failed(self.row.id, problem, clock_ms()).await
     }
-}
-
-/// Plans all jobs that waited for datasets which are stored now.
-async fn plan_jobs(state: AppState) {
-    let rows = match state.store.jobs_to_plan().await {
-        Ok(rows) => rows,
-        Err(error) => {
-            return tracing::error!(error = with_causes(&error), "jobs that wait for datasets could not be read");
-        }
-    };
-    for row in rows {
-        let planned = match plan_patiently(&state, &row).await {
-            Ok(()) => Ok(()),
-            Err(problem) => {
-                tracing::warn!(job = %row.id, ?problem, "a job cannot start with the datasets that were downloaded");
-                state.store.job_not_planned(row.id, problem.detail().to_owned(), clock_ms()).await
-            }
-        };
-        if let Err(error) = planned {
-            tracing::error!(error = with_causes(&error), "the plan of a job could not be stored");
-        }
-    }
-}
-
-/// Plans a job, and repeats this while the server is too busy.
-async fn plan_patiently(state: &AppState, row: &JobRow) -> Result<(), Problem> {
-    for _ in 1..MAX_PLAN_ATTEMPTS {
-        match plan_job(state, row).await {
-            Err(problem) if problem.code().retryable() => tokio::time::sleep(PLAN_RETRY_DELAY).await,
-            planned => return planned,
-        }
-    }
-    plan_job(state, row).await
-}
-
-/// Replaces the provisional plan of a job. Its document names stored datasets only, so nothing is downloaded here.
-async fn plan_job(state: &AppState, row: &JobRow) -> Result<(), Problem> {
-    let caller = Caller::on_behalf_of(&row.owner);
-    let before = row.plan()?;
-    let (mut spec, mut errors) = read_spec(state, &caller, state.store.job_document(row.id).await?).await?;
-    spec.arithmetic = before.arithmetic;
-    let prepared = prepare(state, &caller, &mut spec, None, UseOfHub::Register).await?;
-    let Prepared { context, errors: found, warnings: _, train, eval, warm_up } = prepared;
-    errors.extend(found);
-    let resolved = resolve(&spec, &context).map(|resolution| resolution.plan);
-    let mut plan = match resolved {
-        Ok(plan) if errors.is_empty() => with_rewards_of(plan, before),
-        Ok(_) => return Err(cannot_run(&errors)),
-        Err(more) => {
-            errors.extend(more);
-            return Err(cannot_run(&errors));
-        }
-    };
-    store_prompts(state, &row.owner, (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
-    Ok(state.store.job_planned(row.id, &spec.redacted, &plan, clock_ms()).await?)
-}
-
-/// Takes the rewards of the provisional plan, which was made from the submitted document. The stored one has no secrets.
-fn with_rewards_of(plan: Plan, before: Plan) -> Plan {
-    let mut plan = Plan { rewards: before.rewards, ..plan };
-    if let (Some(eval), Some(before)) = (&mut plan.eval, before.eval) {
-        eval.rewards = before.rewards;
-        if let (Some(guard), Some(before)) = (&mut eval.guard, before.guard) {
-            guard.rewards = before.rewards;
-        }
-    }
-    plan
-}
-
-fn cannot_run(errors: &[FieldError]) -> Problem {
-    let listed: Vec<String> = errors.iter().map(|error| format!("{}: {}", error.pointer, error.detail)).collect();
-    Problem::new(Code::InvalidSpec, format!("the job is not valid with its dataset: {}", listed.join("; ")))
 }
 
 /// Reads a dataset that is stored. A dataset that is being downloaded is a conflict.

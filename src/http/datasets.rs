@@ -24,7 +24,8 @@ use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::jobs::bad_query;
 use super::list::{self, List, PageQuery, Time};
-use super::lookup::UseOfHub;
+use super::named_models::UseOfHub;
+use super::rows::{remove_file, store_rows};
 use super::uploads::{CreateQuery, Purpose, Sent, SentRows, receive};
 use crate::dataset::{Recipe, Summary};
 use crate::digest::Sha256Digest;
@@ -32,7 +33,7 @@ use crate::downloads::dataset_key;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::spec::HubDataset;
-use crate::store::{DatasetDownloadRow, DatasetFilter, DatasetRow, NewDataset, StoreError, clock_ms};
+use crate::store::{DatasetDownloadRow, DatasetFilter, DatasetRow, StoreError};
 
 /// Maximum size of a page of rows, in bytes, whatever the number of rows.
 const PAGE_BYTES: usize = 4 * 1024 * 1024;
@@ -238,41 +239,6 @@ async fn import(state: AppState, caller: Caller, name: Option<String>, wanted: H
         Fetched::Downloading(row) => answer(StatusCode::ACCEPTED, &Dataset::of_download(&state, *row)),
         Fetched::Stored(row) => answer(StatusCode::OK, &(*row).into()),
     }
-}
-
-/// Stores a dataset's file, then its database row with this id and name. The same bytes are stored once per owner. Returns the row,
-/// and whether it is new.
-pub(super) async fn store_rows(
-    state: &AppState,
-    owner: &str,
-    (id, name): (DatasetId, Option<String>),
-    (summary, staged, origin): (Summary, StagedDone, Option<Value>),
-) -> Result<(DatasetRow, bool), Problem> {
-    if let Some(row) = state.store.dataset_by_sha256(owner, &staged.sha256.to_string()).await? {
-        return Ok((row, false));
-    }
-    let Summary { num_rows, columns } = summary;
-    let (sha256, size_bytes, owner) = (staged.sha256.to_string(), staged.size_bytes, owner.to_owned());
-    let new = NewDataset { id, name, sha256, num_rows, size_bytes, columns, owner };
-    staged.publish(&state.files.dataset(id)).await?;
-    let created = state.store.dataset_create(new, clock_ms()).await;
-    if !matches!(created, Ok((_, true))) {
-        remove_file(state, id).await?; // A concurrent upload of the same rows was first, or the insert failed.
-    }
-    let (mut row, is_new) = created?;
-    if let Some(origin) = origin.filter(|_| is_new) {
-        state.store.dataset_note_origin(row.id, &origin).await?;
-        row.origin = Some(origin);
-    }
-    Ok((row, is_new))
-}
-
-async fn remove_file(state: &AppState, id: DatasetId) -> Result<(), Problem> {
-    let files = state.files.clone();
-    tokio::task::spawn_blocking(move || files.dataset_remove(id))
-        .await
-        .map_err(Problem::internal)?
-        .map_err(Problem::from)
 }
 
 #[derive(Debug, Deserialize, IntoParams)]

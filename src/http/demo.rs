@@ -14,12 +14,12 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::datasets::store_rows;
 use super::error::{Problem, ProblemBody};
 use super::idempotency::{Answer, once};
 use super::jobs::JobView;
 use super::models::register;
 use super::rows::read_rows;
+use super::rows::store_rows;
 use super::submit::submit;
 use crate::bundle;
 use crate::dataset::Format;

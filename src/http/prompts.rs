@@ -10,7 +10,7 @@ use super::auth::Caller;
 use super::dataset_downloads::{Conversion, Fetched, fetch, not_stored};
 use super::dataset_sources::{Files, convert_files, stored};
 use super::error::{Code, Problem, shortened};
-use super::lookup::UseOfHub;
+use super::named_models::UseOfHub;
 use crate::dataset::{Recipe, Summary};
 use crate::files::StagedDone;
 use crate::id::DatasetId;

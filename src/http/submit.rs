@@ -21,7 +21,8 @@ use super::extract::{Json, Query, expect_document, media_type, parse_document, r
 use super::heavy;
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
-use super::lookup::{Prepared, REPOSITORY_RENAMED, UseOfHub, prepare};
+use super::lookup::{Prepared, prepare};
+use super::named_models::{REPOSITORY_RENAMED, UseOfHub};
 use super::prompts::{Prompts, Source, unknown_dataset};
 use super::rows::read_rows;
 use super::uploads::{bad_form, broken_form, format_of_part};

@@ -8,7 +8,7 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use super::claims::job_fail;
 use super::events::event_insert;
 use super::hub_models::DOWNLOADING;
-use super::jobs::{DATASET_DOWNLOADING, MODEL_DOWNLOADING, datasets_of, job_row};
+use super::jobs::{DATASET_DOWNLOADING, MODEL_DOWNLOADING, datasets_of, insert_datasets, job_row};
 use super::{Doing, JobRow, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json};
 use crate::id::{DatasetId, JobId};
 use crate::job::{Failure, FailureClass};
@@ -313,23 +313,6 @@ impl Store {
 fn failure(code: &str, message: String, suggestion: &str) -> Failure {
     let (code, suggestion) = (code.to_owned(), Some(suggestion.to_owned()));
     Failure { class: FailureClass::User, code, message, phase: None, step: None, suggestion }
-}
-
-/// Stores which datasets a job needs.
-pub(super) async fn insert_datasets(
-    tx: &mut SqliteConnection,
-    job: JobId,
-    datasets: impl IntoIterator<Item = DatasetId>,
-) -> Result<(), StoreError> {
-    for dataset in datasets {
-        sqlx::query("INSERT OR IGNORE INTO job_datasets (job_id, dataset_id) VALUES (?, ?)")
-            .bind(job.to_string())
-            .bind(dataset.to_string())
-            .execute(&mut *tx)
-            .await
-            .doing("store which datasets a job needs")?;
-    }
-    Ok(())
 }
 
 async fn jobs_waiting_for(tx: &mut SqliteConnection, id: DatasetId) -> Result<Vec<JobRow>, StoreError> {

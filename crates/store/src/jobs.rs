@@ -9,7 +9,6 @@ use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::attempts::{Cursor, reached_column};
-use super::dataset_downloads::insert_datasets;
 use super::events::event_insert;
 use super::{
     Doing, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json, variant_column,
@@ -183,6 +182,23 @@ impl JobRow {
             finished_at: column(row, "finished_at")?,
         })
     }
+}
+
+/// Stores which datasets a job needs.
+pub(super) async fn insert_datasets(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    datasets: impl IntoIterator<Item = DatasetId>,
+) -> Result<(), StoreError> {
+    for dataset in datasets {
+        sqlx::query("INSERT OR IGNORE INTO job_datasets (job_id, dataset_id) VALUES (?, ?)")
+            .bind(job.to_string())
+            .bind(dataset.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing("store which datasets a job needs")?;
+    }
+    Ok(())
 }
 
 /// Returns the ids of the datasets that a plan names.
