@@ -1,20 +1,24 @@
-//! Downloads models from a hub: one task per model, two at a time. Progress is reported to the jobs that wait for them.
+//! Downloads models and datasets from a hub: one task each, two at a time. Progress is reported to the jobs that wait for them.
 //!
-//! Only the model's row survives a restart, and that is enough: partial files are on disk, named by hash, and a starting server
-//! resumes every model in the state `downloading`.
+//! Only the row of a model or dataset survives a restart, and that is enough: partial files are on disk, named by hash, and a starting
+//! server resumes every download in the state `downloading`.
+
+mod models;
 
 use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use serde_json::{Value, json};
-use tokio::sync::Semaphore;
+use serde_json::Value;
+use tokio::sync::{Notify, Semaphore};
 use tokio::task::JoinHandle;
 
 use crate::error_text::with_causes;
-use crate::hub::{Hub, HubError, Progress, Repo, RepoKind, RepoPlan, clean_parts};
-use crate::store::{HubOrigin, ModelRow, Store, StoreError, clock_ms};
+use crate::hub::{Hub, HubError, Progress, clean_parts};
+use crate::id::DatasetId;
+use crate::store::{HubOrigin, ModelRow, Store, StoreError};
+use models::ModelTarget;
 
 /// Maximum number of concurrent downloads; others wait.
 const MAX_CONCURRENT: usize = 2;
@@ -46,7 +50,38 @@ pub struct Advance {
     pub eta_s: Option<f64>,
 }
 
-/// Bytes that unfinished downloads of models will still store, for the check of one more download.
+/// The part of a download that differs between models and datasets: how the files are fetched, and where progress and end are
+/// recorded.
+pub trait Target: Send + Sync + 'static {
+    /// Returns the key of the download in the list of running ones, which is also its name in the log.
+    fn key(&self) -> String;
+
+    /// Returns the commit to download, and the total size of its files in bytes.
+    fn size(&self) -> (String, u64);
+
+    /// Downloads the files that are missing.
+    fn fetch(&self, progress: &Arc<Progress>) -> impl Future<Output = Result<(), HubError>> + Send;
+
+    /// Reads the complete files, and records that they can be used.
+    fn complete(&self) -> impl Future<Output = Result<(), Incomplete>> + Send;
+
+    /// Reports the progress to the jobs that wait.
+    fn report(&self, advance: Advance) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Records why the download failed. A retry would not help.
+    fn fail(&self, problem: &str) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// Why the end of a download could not be recorded.
+#[derive(Debug)]
+pub enum Incomplete {
+    /// The files cannot be used.
+    Unusable(String),
+    /// The database could not be written.
+    Store(StoreError),
+}
+
+/// Bytes that unfinished downloads will still store, for the check of one more download.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pending {
     /// Bytes that are not in the models' folders yet; partial files are not in them.
@@ -57,7 +92,7 @@ pub struct Pending {
     pub stored: u64,
 }
 
-/// All model downloads of a server. Cheap to clone.
+/// All downloads of a server. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Downloads(Arc<Inner>);
 
@@ -67,8 +102,11 @@ struct Inner {
     root: PathBuf,
     places: Semaphore,
     running: Mutex<HashMap<String, Running>>,
-    /// Held from the check whether a model fits until its row is stored, so that of two models each is checked against the other.
+    /// Held from the check whether a download fits until its row is stored, so that of two downloads each is checked against the
+    /// other.
     admission: tokio::sync::Mutex<()>,
+    /// Signals that a download of a dataset is stored, so that jobs that wait for it can be planned.
+    dataset_stored: Notify,
 }
 
 #[derive(Debug)]
@@ -99,7 +137,8 @@ impl Downloads {
     pub fn new(store: Store, root: &Path) -> Self {
         let (root, places) = (root.to_owned(), Semaphore::new(MAX_CONCURRENT));
         let (running, admission) = (Mutex::default(), tokio::sync::Mutex::default());
-        Self(Arc::new(Inner { store, root, places, running, admission }))
+        let dataset_stored = Notify::new();
+        Self(Arc::new(Inner { store, root, places, running, admission, dataset_stored }))
     }
 
     /// Returns the directory of partial files, named by hash.
@@ -139,38 +178,36 @@ impl Downloads {
         }
     }
 
-    /// Returns the progress of a model's download; None if none is running.
-    pub fn advance(&self, model: &str) -> Option<Advance> {
-        self.running().get(model).map(Running::advance)
+    /// Returns the progress of a running download; None if it is not running. The key of a model is its id.
+    pub fn advance(&self, key: &str) -> Option<Advance> {
+        self.running().get(key).map(Running::advance)
     }
 
     /// Starts the download of a model in the state `downloading`; does nothing if it is already running.
-    pub fn start(&self, hub: Hub, row: &ModelRow, describe: Describe) {
-        let Some(origin) = row.hub.clone() else { return };
+    pub fn start_model(&self, hub: Hub, row: &ModelRow, describe: Describe) {
+        if let Some(origin) = row.hub.clone() {
+            let (id, source, sha256) = (row.id.clone(), PathBuf::from(&row.source), row.sha256.clone());
+            self.start(ModelTarget { downloads: self.clone(), hub, id, source, sha256, origin, describe });
+        }
+    }
+
+    /// Starts a download; does nothing if it is already running.
+    pub fn start(&self, target: impl Target) {
+        let (key, (commit, total)) = (target.key(), target.size());
         let mut running = self.running();
-        if running.get(&row.id).is_some_and(|known| known.commit == origin.commit && !known.task.is_finished()) {
+        if running.get(&key).is_some_and(|known| known.commit == commit && !known.task.is_finished()) {
             return;
         }
         let progress = Arc::<Progress>::default();
-        let download = Download {
-            downloads: self.clone(),
-            hub,
-            id: row.id.clone(),
-            source: PathBuf::from(&row.source),
-            sha256: row.sha256.clone(),
-            origin: origin.clone(),
-            progress: progress.clone(),
-            describe,
-        };
+        let download = Download { downloads: self.clone(), key: key.clone(), target, progress: progress.clone() };
         let task = tokio::spawn(download.run());
-        let (commit, total) = (origin.commit, origin.bytes_total);
-        running.insert(row.id.clone(), Running { commit, total, progress, polls: VecDeque::new(), task });
+        running.insert(key, Running { commit, total, progress, polls: VecDeque::new(), task });
     }
 
-    /// Cancels a model's download, and waits until it no longer writes. Its partial files, and its complete ones under their names
-    /// among the partial files, are kept for a day.
-    pub async fn cancel(&self, model: &str) {
-        let running = self.running().remove(model);
+    /// Cancels a download, and waits until it no longer writes. Its partial files, and its complete ones under their names among the
+    /// partial files, are kept for a day.
+    pub async fn cancel(&self, key: &str) {
+        let running = self.running().remove(key);
         if let Some(Running { task, .. }) = running {
             task.abort();
             // The result only says that the task was aborted, or that it had ended before.
@@ -178,7 +215,12 @@ impl Downloads {
         }
     }
 
-    /// Waits until no other model is being checked against the free space; hold the result until the model's row is stored.
+    /// Returns the signal that a download of a dataset is stored.
+    pub fn dataset_stored(&self) -> &Notify {
+        &self.0.dataset_stored
+    }
+
+    /// Waits until no other download is being checked against the free space; hold the result until the download's row is stored.
     pub async fn admission(&self) -> tokio::sync::MutexGuard<'_, ()> {
         self.0.admission.lock().await
     }
@@ -199,9 +241,15 @@ impl Downloads {
             let known = downloads.entry(PathBuf::from(row.source)).or_default();
             *known = (known.0.max(done), known.1.max(total));
         }
+        let mut of_datasets = 0;
+        for row in self.0.store.dataset_downloads_running().await? {
+            let done = self.advance(&dataset_key(row.id)).map_or(0, |advance| advance.bytes_done);
+            of_datasets += row.bytes_total.saturating_sub(done);
+        }
         let source = PathBuf::from(source);
         let summed = tokio::task::spawn_blocking(move || {
-            let mut pending = Pending { stored: bytes_below(&source), ..Pending::default() };
+            let mut pending =
+                Pending { stored: bytes_below(&source), missing_on_disk: of_datasets, ..Pending::default() };
             for (folder, (done, total)) in downloads {
                 pending.missing_in_folders += total.saturating_sub(bytes_below(&folder));
                 pending.missing_on_disk += total.saturating_sub(done);
@@ -234,29 +282,43 @@ impl Downloads {
     /// Removes partial files, model outlines and dataset source files that were unused for a day.
     pub async fn clean(&self) {
         let (parts, outlines, sources) = (self.parts(), self.outlines(), self.all_sources());
-        let kept = match self.0.store.hub_models_downloading().await {
-            Ok(rows) => {
-                let outline = |hub: HubOrigin| folder_name(&hub.repo, &hub.commit);
-                rows.into_iter().filter_map(|row| Some(outline(row.hub?))).collect::<Vec<_>>()
-            }
+        let kept = match self.folders_in_use().await {
+            Ok(kept) => kept,
             Err(error) => {
-                return tracing::warn!(error = with_causes(&error), "could not remove files of old model downloads");
+                return tracing::warn!(error = with_causes(&error), "could not remove files of old downloads");
             }
         };
         let cleaned = tokio::task::spawn_blocking(move || {
             let Some(before) = SystemTime::now().checked_sub(KEEP_PARTS_FOR) else { return Ok(0) };
             clean_folders(&outlines, &kept, before)?;
-            clean_folders(&sources, &[], before)?;
+            clean_folders(&sources, &kept, before)?;
             clean_parts(&parts, before)
         });
         if let Ok(Err(error)) = cleaned.await {
-            tracing::warn!(%error, "could not remove files of old model downloads");
+            tracing::warn!(%error, "could not remove files of old downloads");
         }
+    }
+
+    /// Returns the names of the folders that unfinished downloads use.
+    async fn folders_in_use(&self) -> Result<Vec<String>, StoreError> {
+        let outline = |hub: HubOrigin| folder_name(&hub.repo, &hub.commit);
+        let models = self.0.store.hub_models_downloading().await?;
+        let mut kept: Vec<String> = models.into_iter().filter_map(|row| Some(outline(row.hub?))).collect();
+        for row in self.0.store.dataset_downloads_running().await? {
+            let text = |name: &str| row.origin[name].as_str().unwrap_or_default();
+            kept.push(folder_name(text("hub"), text("commit")));
+        }
+        Ok(kept)
     }
 
     fn running(&self) -> std::sync::MutexGuard<'_, HashMap<String, Running>> {
         self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the key of a dataset's download. No id of a model contains a colon.
+pub fn dataset_key(id: DatasetId) -> String {
+    format!("dataset:{id}")
 }
 
 /// Returns the name of a folder with files of a repository at a commit. No name of a repository contains `--`.
@@ -296,83 +358,62 @@ fn clean_folders(above: &Path, kept: &[String], before: SystemTime) -> std::io::
     Ok(())
 }
 
-/// The download of one model.
-struct Download {
+/// A running download.
+struct Download<T> {
     downloads: Downloads,
-    hub: Hub,
-    id: String,
-    source: PathBuf,
-    sha256: String,
-    origin: HubOrigin,
+    key: String,
+    target: T,
     progress: Arc<Progress>,
-    describe: Describe,
 }
 
-impl Download {
+impl<T: Target> Download<T> {
     async fn run(self) {
-        let store = self.downloads.0.store.clone();
         let ended = {
             let Ok(_place) = self.downloads.0.places.acquire().await else { return };
             tokio::select! {
-                ended = self.fetch() => ended,
+                ended = self.fetch_and_complete() => ended,
                 () = self.watch() => return,
             }
         };
         let noted = match ended {
-            Ok(card) => store.hub_model_ready(&self.id, &self.origin.commit, &card, clock_ms()).await.map(|_| ()),
-            Err(problem) => {
-                tracing::warn!(model = self.id, problem, "the download of a model failed");
-                store.hub_model_failed(&self.id, &self.origin.commit, &problem, clock_ms()).await
+            Ok(()) => Ok(()),
+            Err(Incomplete::Store(error)) => Err(error),
+            Err(Incomplete::Unusable(problem)) => {
+                tracing::warn!(download = self.key, problem, "a download from the hub failed");
+                self.target.fail(&problem).await
             }
         };
         match noted {
-            // The outline (small files and headers of weights) is removed only after a day, because another request may be
-            // reading it.
-            Ok(()) => drop(self.downloads.running().remove(&self.id)),
-            // The model stays in the state `downloading`: at its next start the server finds all files and completes the
-            // download.
-            Err(error) => tracing::error!(
-                error = with_causes(&error),
-                "could not store the end of a model download in the database"
-            ),
+            // The outline of a model (small files and headers of weights) is removed only after a day, because another request may
+            // be reading it.
+            Ok(()) => drop(self.downloads.running().remove(&self.key)),
+            // The row stays in the state `downloading`: at its next start the server finds all files and completes the download.
+            Err(error) => {
+                tracing::error!(error = with_causes(&error), "could not store the end of a download in the database");
+            }
         }
     }
 
-    /// Downloads the model. Returns its properties once all files are complete, or the reason of a permanent failure.
-    async fn fetch(&self) -> Result<Value, String> {
+    /// Downloads and reads the files. Fails once a retry would not help.
+    async fn fetch_and_complete(&self) -> Result<(), Incomplete> {
         let begun = Instant::now();
         let mut pause = FIRST_RETRY_DELAY;
         loop {
-            match self.try_once().await {
-                Ok(()) => break,
+            self.progress.reset();
+            match self.target.fetch(&self.progress).await {
+                Ok(()) => return self.target.complete().await,
                 Err(error) if error.is_transient() && begun.elapsed() < GIVE_UP_AFTER => {
                     tracing::warn!(
-                        model = self.id,
+                        download = self.key,
                         error = with_causes(&error),
-                        "the download of a model failed temporarily; the server will retry it"
+                        "a download from the hub failed temporarily; the server will retry it"
                     );
                     tokio::time::sleep(pause).await;
                     pause = (pause * 2).min(MAX_RETRY_DELAY);
                 }
-                Err(error) => return Err(error.to_string()),
+                Err(error) => return Err(Incomplete::Unusable(error.to_string())),
             }
         }
-        let (describe, source) = (self.describe, self.source.clone());
-        let described = tokio::task::spawn_blocking(move || describe(&source)).await;
-        let (card, sha256) =
-            described.map_err(|error| format!("the downloaded files of the model could not be read: {error}"))??;
-        match sha256 == self.sha256 {
-            true => Ok(card),
-            false => Err("the downloaded files of the model differ from those that the hub announced".to_owned()),
-        }
-    }
-
-    async fn try_once(&self) -> Result<(), HubError> {
-        let repo = Repo::new(RepoKind::Model, &self.origin.repo, &self.origin.commit)
-            .map_err(|error| HubError::NotUnderstood(error.to_string()))?;
-        let plan: RepoPlan = self.hub.plan_model(&repo).await?;
-        self.progress.reset();
-        self.hub.download(&plan, &self.downloads.parts(), &self.source, &self.progress).await
     }
 
     /// Reports the progress of a download in a loop that never ends; the caller drops it.
@@ -381,19 +422,17 @@ impl Download {
             tokio::time::sleep(POLL_INTERVAL).await;
             let advance = {
                 let mut running = self.downloads.running();
-                let Some(running) = running.get_mut(&self.id) else { continue };
+                let Some(running) = running.get_mut(&self.key) else { continue };
                 running.polls.push_back((Instant::now(), self.progress.done_bytes()));
                 if running.polls.len() > POLLS_PER_RATE {
                     running.polls.pop_front();
                 }
                 running.advance()
             };
-            if count % POLLS_PER_EVENT == 0 {
-                let progress = json!({"model": self.id, "bytes_done": advance.bytes_done, "bytes_total": self.origin.bytes_total,
-                                  "bytes_per_second": advance.bytes_per_second, "eta_s": advance.eta_s});
-                if let Err(error) = self.downloads.0.store.hub_model_progress(&self.id, &progress, clock_ms()).await {
-                    tracing::warn!(error = with_causes(&error), "could not store the progress of a model download");
-                }
+            if count % POLLS_PER_EVENT == 0
+                && let Err(error) = self.target.report(advance).await
+            {
+                tracing::warn!(error = with_causes(&error), "could not store the progress of a download");
             }
         }
     }

@@ -278,9 +278,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let serve = config.serving.clone();
     state.serving = Some(Serving::new(&children, serve, config.memory_per_worker(), stop_children.clone()));
     state.certifications = Some(Certifications::new(&children, stop_children.clone()));
-    if let Err(problem) = http::models::hub::resume(&state).await {
-        tracing::warn!(?problem, "unfinished downloads of models could not be resumed");
-    }
+    resume_downloads(&state).await;
     let tasks = start_tasks(&state, &children, &stop_children);
     let downloads = state.downloads.clone();
     let connections = state.connections.clone();
@@ -314,6 +312,17 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
         tasks,
         store,
     })
+}
+
+/// Resumes the downloads that the previous server process did not finish, and plans jobs as their datasets are stored.
+async fn resume_downloads(state: &AppState) {
+    if let Err(problem) = http::models::hub::resume(state).await {
+        tracing::warn!(?problem, "unfinished downloads of models could not be resumed");
+    }
+    if let Err(problem) = http::dataset_downloads::resume(state).await {
+        tracing::warn!(?problem, "unfinished downloads of datasets could not be resumed");
+    }
+    tokio::spawn(http::waiting_jobs::run(state.clone()));
 }
 
 /// Starts the tasks that run queued verdicts, exports and pushes.

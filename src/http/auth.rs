@@ -86,6 +86,14 @@ impl Caller {
         Self::new(actor, String::new(), Scopes::of([Scope::Admin]))
     }
 
+    /// Creates a caller for work that an owner's earlier request left to the server; empty = the operator.
+    pub(super) fn on_behalf_of(owner: &str) -> Self {
+        match owner {
+            "" => Self::everything(Actor::Anonymous),
+            owner => Self::new(Actor::Anonymous, owner.to_owned(), Scopes::of([Scope::Read, Scope::Submit])),
+        }
+    }
+
     fn of_key(key: &KeyRow) -> Self {
         Self::new(Actor::Key { id: key.id, name: key.name.clone() }, key.owner.clone(), key.scopes)
     }

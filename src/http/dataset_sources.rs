@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -22,7 +22,9 @@ use crate::data::{CannotChoose, Chosen, NOT_FETCHED, Options, Preview, Source, c
 use crate::dataset::{Format, Recipe, Rejected, Summary};
 use crate::error_text::with_causes;
 use crate::files::StagedDone;
-use crate::hub::{Cached, Hub, HubError, Repo, RepoFile, RepoInfo, RepoKind, RepoPlan, find_snapshot};
+use crate::hub::{
+    Cached, FileHash, Hub, HubError, Progress, Repo, RepoFile, RepoInfo, RepoKind, RepoPlan, find_snapshot,
+};
 use crate::spec::HubDataset;
 use crate::storage::StorageKind;
 
@@ -141,7 +143,7 @@ pub(super) async fn preview_files(
     let looked = preview_sources(files, recipe.clone(), chat_default, rows).await?;
     match (looked, whole) {
         (Err(refused), Some(whole)) if refused.errors.iter().any(|error| error.code == NOT_FETCHED) => {
-            let files = download(state, *whole).await?;
+            let files = download(state, *whole, &Arc::default()).await.map_err(|error| problem(&error))?;
             preview_sources(files, recipe, chat_default, rows).await?.map_err(rejected)
         }
         (looked, _) => looked.map_err(rejected),
@@ -171,15 +173,32 @@ async fn preview_sources(
 
 /// A dataset on the hub that was found but not downloaded.
 #[derive(Clone)]
-struct Found {
-    hub: Hub,
-    plan: RepoPlan,
-    origin: Value,
+pub(super) struct Found {
+    pub(super) hub: Hub,
+    pub(super) plan: RepoPlan,
+    pub(super) origin: Value,
     /// The operator's local cache of this commit, if the caller may use it. Files may be missing or damaged there.
-    cached: Option<Cached>,
+    pub(super) cached: Option<Cached>,
 }
 
-async fn find(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Found, Problem> {
+impl Found {
+    /// Restores a dataset from the origin that was stored with it. None if the origin is incomplete.
+    pub(super) fn of_origin(hub: Hub, cache: Option<&Path>, origin: &Value, is_restricted: bool) -> Option<Self> {
+        let commit = origin["commit"].as_str()?.to_owned();
+        let repo = Repo::new(RepoKind::Dataset, origin["hub"].as_str()?, &commit).ok()?;
+        let file = |file: &Value| {
+            let (path, hash) = (file["path"].as_str()?.to_owned(), FileHash::parse(file["hash"].as_str()?)?);
+            Some(RepoFile { path, size_bytes: file["bytes"].as_u64()?, hash })
+        };
+        let files = origin["files"].as_array()?.iter().map(file).collect::<Option<Vec<_>>>()?;
+        let cached = cache.and_then(|cache| find_snapshot(cache, &repo));
+        let plan = RepoPlan { repo, commit, is_restricted, files, config: Value::Null, renamed_to: None };
+        Some(Found { hub, plan, origin: origin.clone(), cached })
+    }
+}
+
+/// Looks up a dataset on the hub or in the local cache, and chooses its files.
+pub(super) async fn find(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Found, Problem> {
     check_disk(state)?;
     let hub = client(state, caller).await?;
     let repo = parse(wanted)?;
@@ -233,7 +252,7 @@ async fn choose_on_hub(
 
 /// Looks up a dataset in the local cache, without a request, and chooses the files of its config and split.
 async fn choose_cached(
-    cache: Option<&std::path::Path>,
+    cache: Option<&Path>,
     repo: Repo,
     wanted: &HubDataset,
 ) -> Result<(Repo, RepoInfo, Chosen), Problem> {
@@ -279,17 +298,17 @@ fn with_name(mut origin: Value, renamed_to: Option<&str>) -> Value {
 }
 
 /// Downloads the files of a hub dataset. Files of a commit are cached for a day.
-pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Files, Problem> {
-    download(state, find(state, caller, wanted).await?).await
-}
-
-async fn download(state: &AppState, Found { hub, plan, origin, cached }: Found) -> Result<Files, Problem> {
+pub(super) async fn download(
+    state: &AppState,
+    Found { hub, plan, origin, cached }: Found,
+    progress: &Arc<Progress>,
+) -> Result<Files, HubError> {
     let folder = state.downloads.sources(plan.repo.id(), &plan.commit);
     let mut sources = Vec::with_capacity(plan.files.len());
     let mut missing = RepoPlan { files: Vec::new(), ..plan.clone() };
     for file in plan.files {
         let found = match &cached {
-            Some(cached) => cached.verified(&file).await.map_err(|error| problem(&error))?,
+            Some(cached) => cached.verified(&file).await?,
             None => None,
         };
         let path = found.unwrap_or_else(|| {
@@ -300,7 +319,7 @@ async fn download(state: &AppState, Found { hub, plan, origin, cached }: Found) 
     }
     if !missing.files.is_empty() {
         let parts = state.downloads.parts();
-        hub.download(&missing, &parts, &folder, &Arc::default()).await.map_err(|error| problem(&error))?;
+        hub.download(&missing, &parts, &folder, progress).await?;
     }
     Ok(Files { sources, format: None, origin, staged: None, whole: None })
 }
@@ -311,7 +330,9 @@ pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubD
     let mut found = find(state, caller, wanted).await?;
     found.plan.files.truncate(1);
     let large = found.plan.files.first().filter(|file| file.size_bytes > PREVIEW_BYTES);
-    let Some(file) = large.cloned() else { return download(state, found).await };
+    let Some(file) = large.cloned() else {
+        return download(state, found, &Arc::default()).await.map_err(|error| problem(&error));
+    };
     if let Some(path) = found.cached.as_ref().map(|cached| cached.path.join(&file.path)).filter(|path| path.is_file()) {
         // A preview stores nothing, so the file's hash is not checked here. Only the first rows are read.
         return Ok(Files {
@@ -359,7 +380,7 @@ fn cannot_choose(repo: &Repo, error: &CannotChoose) -> Problem {
 }
 
 /// Converts a hub error into a problem whose text refers to a dataset, not to a model.
-fn problem(error: &crate::hub::HubError) -> Problem {
+pub(super) fn problem(error: &HubError) -> Problem {
     let problem = hub::problem(error);
     match problem.code() {
         Code::InvalidModel => problem.with_code(Code::InvalidDataset),

@@ -2,6 +2,7 @@
 //!
 //! Longer than other files until receiving an upload (forms, bodies, their limits) has a module of its own.
 
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 
 use axum::extract::{DefaultBodyLimit, Request, State};
@@ -15,6 +16,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
+use super::dataset_downloads::{Conversion, Fetched, fetch, stored};
 use super::dataset_sources::convert_files;
 use super::download::{Download, RangeHeaders, send_file};
 use super::error::{Problem, ProblemBody};
@@ -22,12 +24,16 @@ use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::jobs::bad_query;
 use super::list::{self, List, PageQuery, Time};
+use super::named_models::UseOfHub;
+use super::rows::{remove_file, store_rows};
 use super::uploads::{CreateQuery, Purpose, Sent, SentRows, receive};
 use crate::dataset::{Recipe, Summary};
 use crate::digest::Sha256Digest;
+use crate::downloads::dataset_key;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
-use crate::store::{DatasetFilter, DatasetRow, NewDataset, StoreError, clock_ms};
+use crate::spec::HubDataset;
+use crate::store::{DatasetDownloadRow, DatasetFilter, DatasetRow, StoreError};
 
 /// Maximum size of a page of rows, in bytes, whatever the number of rows.
 const PAGE_BYTES: usize = 4 * 1024 * 1024;
@@ -46,6 +52,9 @@ pub fn routes() -> OpenApiRouter<AppState> {
 pub struct Dataset {
     /// The dataset's id, `ds_…`.
     pub id: DatasetId,
+    /// Current state: `ready`; for hub datasets also `downloading` and `failed`. Until a dataset is ready it has no rows and no
+    /// columns, and `sha256` is the one of zero bytes.
+    pub state: String,
     /// The name given at upload; null if none.
     pub name: Option<String>,
     /// Number of rows in the dataset.
@@ -65,12 +74,68 @@ pub struct Dataset {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub origin: Option<Value>,
+    /// Downloads from the hub: number of bytes downloaded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_done: Option<u64>,
+    /// Downloads from the hub: total number of bytes of all files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_total: Option<u64>,
+    /// Running downloads: transfer rate over the last seconds, in bytes per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<f64>,
+    /// Running downloads: estimated seconds remaining.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub eta_s: Option<f64>,
+    /// Why the download failed, and what to do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
 }
 
 impl From<DatasetRow> for Dataset {
     fn from(row: DatasetRow) -> Self {
         let DatasetRow { id, name, sha256, num_rows, size_bytes, columns, owner, created_at, origin } = row;
-        Self { id, name, num_rows, size_bytes, sha256, columns, owner, created_at: Time(created_at), origin }
+        Self {
+            id,
+            state: "ready".to_owned(),
+            name,
+            num_rows,
+            size_bytes,
+            sha256,
+            columns,
+            owner,
+            created_at: Time(created_at),
+            origin,
+            bytes_done: None,
+            bytes_total: None,
+            bytes_per_second: None,
+            eta_s: None,
+            problem: None,
+        }
+    }
+}
+
+impl Dataset {
+    /// Converts a download to the JSON form of the dataset that it will be, with its progress.
+    fn of_download(state: &AppState, row: DatasetDownloadRow) -> Self {
+        let advance = state.downloads.advance(&dataset_key(row.id));
+        Self {
+            id: row.id,
+            state: row.state,
+            name: row.name,
+            num_rows: 0,
+            size_bytes: 0,
+            // The hash of the rows that are there: none.
+            sha256: Sha256Digest::of("").to_string(),
+            columns: Vec::new(),
+            owner: row.owner,
+            created_at: Time(row.created_at),
+            origin: Some(row.origin),
+            bytes_done: Some(advance.map_or(0, |advance| advance.bytes_done)),
+            bytes_total: Some(row.bytes_total),
+            bytes_per_second: advance.and_then(|advance| advance.bytes_per_second),
+            eta_s: advance.and_then(|advance| advance.eta_s),
+            problem: row.problem,
+        }
     }
 }
 
@@ -99,9 +164,14 @@ struct DatasetForm {
 /// format from the content. Send JSON to use a dataset on the hub: `{"hub": "openai/gsm8k", "config": "main", "map": {"prompt":
 /// "question"}}`. A mapping (the form field `mapping`, or the keys of the query) uses another column as the
 /// prompt, and filters rows.
+///
+/// A hub dataset whose files arrive within five seconds is stored during the request. Otherwise the server downloads it afterwards
+/// (202, state `downloading`); jobs may refer to it meanwhile and start when it is stored. Send a hub token for this request in the
+/// header `x-hub-token`.
 #[utoipa::path(
     post, path = "/datasets", tag = "Datasets",
-    params(CreateQuery, ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and rows gets the same answer for 24 hours")),
+    params(CreateQuery, ("Idempotency-Key" = Option<String>, Header, description = "A repeated request with the same key and rows gets the same answer for 24 hours"),
+        ("x-hub-token" = Option<String>, Header, description = "A hub token for this download; the server does not store it")),
     request_body(
         description = "The rows",
         content(
@@ -114,6 +184,7 @@ struct DatasetForm {
     ),
     responses(
         (status = 201, description = "Created", body = Dataset, headers(("Location" = String, description = "Its path"))),
+        (status = 202, description = "The server is downloading the dataset from the hub", body = Dataset, headers(("Location" = String, description = "Its path"))),
         (status = 200, description = "The dataset already exists", body = Dataset),
     ),
 )]
@@ -131,6 +202,12 @@ async fn create_dataset(
             let (summary, staged, origin) = convert_files(&state, *files, recipe, (true, false)).await?;
             (summary, staged, Some(origin))
         }
+        SentRows::Hub(wanted) => {
+            let identity = serde_json::to_string(&(&name, &wanted)).map_err(Problem::internal)?;
+            let work = import(state.clone(), caller.clone(), name, *wanted);
+            let identity = Sha256Digest::of(identity).to_string();
+            return once(&state, &caller, &headers, "POST /datasets", &identity, work).await;
+        }
     };
     let identity = Sha256Digest::of(format!("{}{}", rows.1.sha256, name.as_deref().unwrap_or(""))).to_string();
     let work = store_dataset(state.clone(), caller.clone(), name, rows);
@@ -143,44 +220,25 @@ async fn store_dataset(
     name: Option<String>,
     rows: (Summary, StagedDone, Option<Value>),
 ) -> Result<Answer, Problem> {
-    let (row, is_new) = store_rows(&state, caller.owner(), name, rows).await?;
-    let location = format!("/datasets/{}", row.id);
-    Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &Dataset::from(row))
+    let (row, is_new) = store_rows(&state, caller.owner(), (DatasetId::new(), name), rows).await?;
+    answer(if is_new { StatusCode::CREATED } else { StatusCode::OK }, &row.into())
 }
 
-/// Stores a dataset's file, then its database row. The same bytes are stored once per owner. Returns the row, and
-/// whether it is new.
-pub(super) async fn store_rows(
-    state: &AppState,
-    owner: &str,
-    name: Option<String>,
-    (summary, staged, origin): (Summary, StagedDone, Option<Value>),
-) -> Result<(DatasetRow, bool), Problem> {
-    if let Some(row) = state.store.dataset_by_sha256(owner, &staged.sha256.to_string()).await? {
-        return Ok((row, false));
-    }
-    let (id, Summary { num_rows, columns }) = (DatasetId::new(), summary);
-    let (sha256, size_bytes, owner) = (staged.sha256.to_string(), staged.size_bytes, owner.to_owned());
-    let new = NewDataset { id, name, sha256, num_rows, size_bytes, columns, owner };
-    staged.publish(&state.files.dataset(id)).await?;
-    let created = state.store.dataset_create(new, clock_ms()).await;
-    if !matches!(created, Ok((_, true))) {
-        remove_file(state, id).await?; // A concurrent upload of the same rows was first, or the insert failed.
-    }
-    let (mut row, is_new) = created?;
-    if let Some(origin) = origin.filter(|_| is_new) {
-        state.store.dataset_note_origin(row.id, &origin).await?;
-        row.origin = Some(origin);
-    }
-    Ok((row, is_new))
+fn answer(status: StatusCode, dataset: &Dataset) -> Result<Answer, Problem> {
+    Answer::new(status, Some(format!("/datasets/{}", dataset.id)), dataset)
 }
 
-async fn remove_file(state: &AppState, id: DatasetId) -> Result<(), Problem> {
-    let files = state.files.clone();
-    tokio::task::spawn_blocking(move || files.dataset_remove(id))
-        .await
-        .map_err(Problem::internal)?
-        .map_err(Problem::from)
+/// Stores a hub dataset, or starts its download.
+async fn import(state: AppState, caller: Caller, name: Option<String>, wanted: HubDataset) -> Result<Answer, Problem> {
+    let conversion = Conversion { recipe: wanted.recipe(), chat_default: true, answers: false };
+    match fetch(&state, &caller, (name.clone(), &wanted), &conversion, UseOfHub::Register).await? {
+        Fetched::Files(files) => {
+            let (summary, staged, origin) = convert_files(&state, *files, conversion.recipe, (true, false)).await?;
+            store_dataset(state, caller, name, (summary, staged, Some(origin))).await
+        }
+        Fetched::Downloading(row) => answer(StatusCode::ACCEPTED, &Dataset::of_download(&state, *row)),
+        Fetched::Stored(row) => answer(StatusCode::OK, &(*row).into()),
+    }
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -213,23 +271,40 @@ async fn list_datasets(
     let sha256 = sha256.map(|sha256| sha256.to_string());
     let filter = DatasetFilter { owner: caller.sees(), name: name.as_deref(), sha256: sha256.as_deref() };
     let page = state.store.dataset_list(filter, after.as_deref(), limit).await?;
-    Ok(Json(List::of(page, Dataset::from)))
+    let mut downloads = HashMap::new();
+    // Only a dataset that is not stored has no hash.
+    for id in page.data.iter().filter(|row| row.sha256.is_empty()).map(|row| row.id) {
+        downloads.extend(state.store.dataset_download_get(id).await?.map(|row| (id, row)));
+    }
+    let view = |row: DatasetRow| match downloads.remove(&row.id) {
+        Some(download) => Dataset::of_download(&state, download),
+        None => row.into(),
+    };
+    Ok(Json(List::of(page, view)))
 }
 
 /// Get a dataset by its id.
 #[utoipa::path(get, path = "/datasets/{id}", tag = "Datasets", params(("id" = DatasetId, Path, description = "The dataset")),
     responses((status = 200, description = "The dataset", body = Dataset)))]
 async fn get_dataset(State(state): State<AppState>, Path(id): Path<DatasetId>) -> Result<Json<Dataset>, Problem> {
-    Ok(Json(state.store.dataset_get(id).await?.into()))
+    match state.store.dataset_get(id).await {
+        Err(StoreError::NotFound { .. }) => {
+            let row = state.store.dataset_download_get(id).await?;
+            let row = row.ok_or_else(|| Problem::not_found("dataset", id))?;
+            Ok(Json(Dataset::of_download(&state, row)))
+        }
+        row => Ok(Json(row?.into())),
+    }
 }
 
 /// Delete a dataset and its rows.
 ///
-/// Refused (409) while an unfinished job needs the dataset.
+/// A download from the hub stops; partial files are kept for a day. Refused (409) while an unfinished job needs the dataset.
 #[utoipa::path(delete, path = "/datasets/{id}", tag = "Datasets", params(("id" = DatasetId, Path, description = "The dataset")),
     responses((status = 204, description = "Deleted")))]
 async fn delete_dataset(State(state): State<AppState>, Path(id): Path<DatasetId>) -> Result<StatusCode, Problem> {
     state.store.dataset_delete(id).await?;
+    state.downloads.cancel(&dataset_key(id)).await;
     remove_file(&state, id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -262,7 +337,8 @@ async fn list_rows(
     Path(id): Path<DatasetId>,
     Query(query): Query<PageQuery>,
 ) -> Result<Json<RowPage>, Problem> {
-    let dataset = state.store.dataset_get(id).await?;
+    let dataset = stored(&state, id).await?;
+    let id = dataset.id;
     let limit = query.limit()?;
     let begin = match query.after.as_deref().map(|after| parse_cursor(after, &dataset)) {
         None => Cursor { row: 0, offset: 0 },
@@ -337,7 +413,7 @@ async fn get_content(
     method: Method,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
-    let DatasetRow { sha256, size_bytes, .. } = state.store.dataset_get(id).await?;
+    let DatasetRow { id, sha256, size_bytes, .. } = stored(&state, id).await?;
     let sha256 = sha256.parse().map_err(Problem::internal)?;
     let file = Download { path: state.files.dataset(id), name: format!("{id}.ndjson"), size_bytes, sha256 };
     send_file(&method, &headers, &file).await

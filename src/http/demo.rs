@@ -14,12 +14,12 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::datasets::store_rows;
 use super::error::{Problem, ProblemBody};
 use super::idempotency::{Answer, once};
 use super::jobs::JobView;
 use super::models::register;
 use super::rows::read_rows;
+use super::rows::store_rows;
 use super::submit::submit;
 use crate::bundle;
 use crate::dataset::Format;
@@ -122,7 +122,10 @@ async fn store_dataset(
 ) -> Result<DatasetId, Problem> {
     let pieces = stream::iter([Ok::<_, Problem>(Bytes::from_static(rows))]);
     let (summary, staged) = read_rows(state, Format::Ndjson, None, pieces, |problem| problem).await?;
-    Ok(store_rows(state, caller.owner(), Some(name.to_owned()), (summary, staged, None)).await?.0.id)
+    Ok(store_rows(state, caller.owner(), (DatasetId::new(), Some(name.to_owned())), (summary, staged, None))
+        .await?
+        .0
+        .id)
 }
 
 /// Returns the demo job as a user would write it. `rlood demo` runs the same job with a reward service.

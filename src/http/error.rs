@@ -289,6 +289,7 @@ impl From<StoreError> for Problem {
                     format!("cannot {} a job that is {}; its state allows: {allowed}", action.as_str(), state.as_str());
                 Problem::new(Code::IllegalMove, detail)
             }
+            error @ StoreError::NoPlan { .. } => Problem::new(Code::Conflict, error.to_string()),
             StoreError::LeaseLost => Problem::new(
                 Code::LeaseLost,
                 "this attempt of the job no longer owns it: the job has ended, or a newer attempt runs it",

@@ -18,8 +18,10 @@ use super::error::{Code, Problem, ProblemBody};
 use super::extract::{Json, Path};
 use super::idempotency::{Answer, identity, once};
 use super::jobs::{JobView, invalid};
-use super::lookup::{Prepared, UseOfHub, prepare};
-use super::submit::{read_spec, store_prompts};
+use super::lookup::{Prepared, prepare};
+use super::named_models::UseOfHub;
+use super::submit::read_spec;
+use super::submit::stored::store_prompts;
 use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{
@@ -96,6 +98,10 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     spec.arithmetic = parent.arithmetic;
     copy_secrets(&mut spec, &parent, state.store.job_secrets(id).await?);
     let prepared = prepare(&state, &caller, &mut spec, None, UseOfHub::Register).await?;
+    if prepared.is_pending() {
+        let detail = "the dataset is still being downloaded: wait until its state is 'ready', then fork the job";
+        errors.push(FieldError::new("/dataset", "dataset_downloading", detail));
+    }
     let Prepared { mut context, errors: found, warnings: _, train, eval, warm_up } = prepared;
     errors.extend(found);
     let resolved =

@@ -10,17 +10,15 @@ use serde_json::{Map, Value};
 
 use super::AppState;
 use super::auth::Caller;
-use super::auth::models::find;
-use super::error::{Code, Problem, chain, shortened};
+use super::error::{Problem, chain};
 use super::heavy;
-use super::models::hub::{self, Inspected};
 use super::models::{RENAMED_TO, is_as_registered};
+use super::named_models::{UseOfHub, find_model, renamed};
 use super::prompts::{Place, Prompts};
 use super::python_rewards;
 use super::reach;
 use super::reward_models;
 use super::warm_start;
-use crate::hub::{Repo, RepoKind};
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard, ModelDescription};
 use crate::outgoing::OutgoingError;
@@ -60,6 +58,13 @@ pub(super) struct EvalPrompts {
     pub(super) guard: Option<Prompts>,
 }
 
+impl Prepared {
+    /// Whether a dataset is still downloaded, so that the plan is provisional.
+    pub(super) fn is_pending(&self) -> bool {
+        self.context.is_pending()
+    }
+}
+
 impl EvalPrompts {
     fn each(&mut self) -> impl Iterator<Item = &mut Prompts> {
         let Self { eval, test, guard } = self;
@@ -76,14 +81,14 @@ pub(super) async fn prepare(
     use_of_hub: UseOfHub,
 ) -> Result<Prepared, Problem> {
     let mut errors = unreachable_rewards(state, spec).await?;
-    let model = find_model(state, caller, &spec.model, use_of_hub, &mut errors).await?;
+    let model = find_model(state, caller, (&spec.model, "/model"), use_of_hub, &mut errors).await?;
     // While the model is unknown, a chat template is assumed, because most models have one.
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
     let train = match uploaded {
         Some(prompts) => Some(prompts),
         None => {
-            Prompts::find(state, caller, spec.dataset.as_mut(), &Place::new("/dataset", chat_default), &mut errors)
-                .await?
+            let place = Place::new("/dataset", chat_default, use_of_hub);
+            Prompts::find(state, caller, spec.dataset.as_mut(), &place, &mut errors).await?
         }
     };
     let mut eval = EvalPrompts::default();
@@ -94,12 +99,13 @@ pub(super) async fn prepare(
             (&mut eval.test, spec.test_dataset.as_mut(), "/eval/test_dataset"),
             (&mut eval.guard, guard, "/eval/guard/dataset"),
         ] {
-            *prompts = Prompts::find(state, caller, source, &Place::new(at, chat_default), &mut errors).await?;
+            let place = Place::new(at, chat_default, use_of_hub);
+            *prompts = Prompts::find(state, caller, source, &place, &mut errors).await?;
         }
     }
-    let warm_up = answers::find(state, caller, spec, chat_default, &mut errors).await?;
+    let warm_up = answers::find(state, caller, spec, (chat_default, use_of_hub), &mut errors).await?;
     python_rewards::resolve(state, caller, spec, &mut errors).await?;
-    let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
+    let reward_models = reward_models::find(state, caller, spec, use_of_hub, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, caller, spec, use_of_hub == UseOfHub::Register, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
@@ -114,7 +120,7 @@ pub(super) async fn prepare(
             }
             None => None,
         };
-        let reward_models = reward_models::inspect(reward_models, &mut errors);
+        let reward_models = reward_models::inspect(reward_models, &mut errors, &mut warnings);
         let warm_start = warm_start.and_then(|start| {
             let described = facts.as_ref().map(|(facts, description)| (facts.id.as_str(), description));
             start.inspect(described, &mut errors, &mut warnings)
@@ -160,77 +166,6 @@ async fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<Fie
     Ok(lists.filter_map(|(at, index, reward)| refused(at, index, reward)).collect())
 }
 
-/// Finds a registered model, or one on the hub, which is either registered and downloaded, or only inspected.
-async fn find_model(
-    state: &AppState,
-    caller: &Caller,
-    id: &str,
-    use_of_hub: UseOfHub,
-    errors: &mut Vec<FieldError>,
-) -> Result<Option<ModelRow>, Problem> {
-    if id.is_empty() {
-        return Ok(None); // The parser of the job reports it.
-    }
-    match find(state, caller, id).await? {
-        Some(row) if row.state == "failed" => {
-            let problem = row.problem.as_deref().unwrap_or("the reason of the failure is unknown");
-            let detail = format!(
-                "the model '{id}' could not be downloaded: {problem}; correct this, then send POST /models again"
-            );
-            errors.push(FieldError::new("/model", "model_download_failed", detail));
-            return Ok(None);
-        }
-        Some(row) => return Ok(Some(row)),
-        None => {}
-    }
-    let repo = Repo::parse(RepoKind::Model, id).ok().filter(|repo| repo.id().contains('/'));
-    if let Some(repo) = repo.filter(|_| state.config.hub.may_be_asked()) {
-        let found = match use_of_hub {
-            UseOfHub::Register => hub::register(state, caller, None, &repo).await.map(|(row, _)| row),
-            UseOfHub::Inspect => hub::inspect(state, caller, id.to_owned(), &repo).await.map(Inspected::into_row),
-        };
-        return match found {
-            Ok(row) => Ok(Some(row)),
-            Err(problem) if problem.code().status().is_client_error() || problem.code() == Code::HubUnreachable => {
-                let detail = format!(
-                    "the model '{}' is not registered, and the hub answers: {}",
-                    shortened(id),
-                    problem.detail()
-                );
-                errors.push(FieldError::new("/model", problem.code().as_str(), detail));
-                Ok(None)
-            }
-            Err(problem) => Err(problem),
-        };
-    }
-    errors.push(unknown_model(state, caller, id).await?);
-    Ok(None)
-}
-
-async fn unknown_model(state: &AppState, caller: &Caller, id: &str) -> Result<FieldError, Problem> {
-    let some = state.store.model_list(caller.sees(), None, 5).await?;
-    let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
-    let known = if known.is_empty() {
-        "no model is registered on this server".to_owned()
-    } else {
-        format!("registered: {}", known.join(", "))
-    };
-    let detail = format!(
-        "the model '{}' is not registered ({known}): register it with POST /models {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
-        shortened(id)
-    );
-    Ok(FieldError::new("/model", "unknown_model", detail))
-}
-
-/// How to handle a model that exists only on the hub.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum UseOfHub {
-    /// Register and download it.
-    Register,
-    /// Inspect it and store nothing.
-    Inspect,
-}
-
 /// Reads the model's properties and counts the tokens of prompts, until `stop` is set. Blocking.
 fn inspect<'p>(
     (model, dir): (&ModelRow, &FilePath),
@@ -267,9 +202,7 @@ fn inspect<'p>(
         }
     }
     if let Some(name) = model.card[RENAMED_TO].as_str() {
-        let detail = format!("the hub has renamed this repository to '{name}': use that name from now on");
-        let (pointer, code) = ("/model".to_owned(), "repository_renamed".to_owned());
-        found.warnings.push(Warning { pointer, code, detail });
+        found.warnings.push(renamed("/model", name));
     }
     let facts = model_facts(model, &card);
     let text = match Text::load(dir) {
@@ -302,6 +235,11 @@ struct Model<'m> {
 }
 
 fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &mut Found<'_>) -> std::io::Result<()> {
+    found.warnings.extend(prompts.renamed.iter().map(|(at, name)| renamed(at, name)));
+    if prompts.facts.is_pending {
+        found.warnings.push(not_downloaded(&prompts.at));
+        return Ok(());
+    }
     let Model { text, facts: model, kwargs } = *model;
     let mut count = prompts.facts.num_rows <= MAX_COUNTED_ROWS;
     let (mut has_chat, mut lengths, mut failures) = (false, PromptLengths::default(), Vec::new());
@@ -348,6 +286,13 @@ fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &
         .errors
         .extend(failures.into_iter().map(|detail| FieldError::new(&*prompts.at, "prompt_not_encodable", detail)));
     Ok(())
+}
+
+/// The warning that the rows of a dataset were not checked, because they are not here yet.
+fn not_downloaded(at: &str) -> Warning {
+    let detail = "the dataset is not downloaded yet, so its rows are not checked, and without max_steps the number of steps is an \
+                  estimate: the job waits for the dataset, and fails if its rows cannot be used";
+    Warning { pointer: at.to_owned(), code: "dataset_not_downloaded".to_owned(), detail: detail.to_owned() }
 }
 
 /// Total size of the texts in a prompt, in bytes.

@@ -7,13 +7,15 @@ use serde_json::{Map, Value, json};
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::{Files, convert_files, fetch, stored};
+use super::dataset_downloads::{Conversion, Fetched, fetch, not_stored};
+use super::dataset_sources::{Files, convert_files, stored};
 use super::error::{Code, Problem, shortened};
+use super::named_models::UseOfHub;
 use crate::dataset::{Recipe, Summary};
 use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::spec::{DatasetFacts, DatasetSource, FieldError, MappedSource, MixedSource, SourceFacts, SourcePlan};
-use crate::store::{DatasetRow, StoreError};
+use crate::store::{DatasetDownloadRow, DatasetRow, StoreError};
 
 /// A dataset of the job, wherever its rows are stored.
 pub(super) struct Prompts {
@@ -22,6 +24,8 @@ pub(super) struct Prompts {
     /// Where the rows are stored.
     pub(super) source: Source,
     pub(super) facts: DatasetFacts,
+    /// The JSON pointers to hub datasets that were renamed, with the new names.
+    pub(super) renamed: Vec<(String, String)>,
 }
 
 pub(super) enum Source {
@@ -33,6 +37,8 @@ pub(super) enum Source {
     Uploaded(Summary, StagedDone, Option<Value>),
     /// The rows of several datasets, one after another.
     Several(Vec<Source>),
+    /// Rows that are still downloaded from the hub; the id under which they will be stored.
+    Downloading(DatasetId),
 }
 
 /// The field of a job that names a dataset, and how plain text prompts are treated without a mapping.
@@ -41,11 +47,13 @@ pub(super) struct Place {
     pub(super) chat_default: bool,
     /// Whether each row must have an answer, as in a warm-up.
     pub(super) answers: bool,
+    /// Whether a long download from the hub is started, or only its facts are needed.
+    pub(super) use_of_hub: UseOfHub,
 }
 
 impl Place {
-    pub(super) fn new(at: &str, chat_default: bool) -> Self {
-        Self { at: at.to_owned(), chat_default, answers: false }
+    pub(super) fn new(at: &str, chat_default: bool, use_of_hub: UseOfHub) -> Self {
+        Self { at: at.to_owned(), chat_default, answers: false, use_of_hub }
     }
 }
 
@@ -84,6 +92,7 @@ impl Source {
                 }
                 return Ok(true);
             }
+            Source::Downloading(_) => return Ok(true),
             Source::Stored(path) => path,
             Source::Uploaded(_, staged, _) => staged.path(),
         };
@@ -112,7 +121,7 @@ impl Source {
         match self {
             Source::Uploaded(_, _, origin) => origin.clone(),
             Source::Stored(path) => Some(json!({"dataset": path.file_stem()?.to_str()?})),
-            Source::Records(_) => None,
+            Source::Records(_) | Source::Downloading(_) => None,
             Source::Several(sources) => {
                 Some(json!({"sources": sources.iter().map(Source::origin).collect::<Vec<_>>()}))
             }
@@ -129,7 +138,8 @@ impl Prompts {
     pub(super) fn of_file(at: &str, summary: Summary, staged: StagedDone, origin: Option<Value>) -> Self {
         let (num_rows, columns) = (summary.num_rows, summary.columns.clone());
         let facts = DatasetFacts::of_file(DatasetId::new(), staged.sha256.to_string(), num_rows, columns);
-        Self { at: at.to_owned(), source: Source::Uploaded(summary, staged, origin), facts }
+        let renamed = renamed_in(at, origin.as_ref());
+        Self { at: at.to_owned(), source: Source::Uploaded(summary, staged, origin), facts, renamed }
     }
 
     /// Finds the dataset that a field of the job names, or prepares its rows. Inline records are moved out of the job. A
@@ -157,8 +167,16 @@ impl Prompts {
     ) -> Result<Option<Self>, Problem> {
         match source {
             DatasetSource::Hub(hub) => {
-                let files = fetch(state, caller, hub).await;
-                Self::of_files(state, files, hub.recipe(), place, errors).await
+                let Place { chat_default, answers, use_of_hub, at: _ } = *place;
+                let conversion = Conversion { recipe: hub.recipe(), chat_default, answers };
+                match fetch(state, caller, (None, hub), &conversion, use_of_hub).await {
+                    Ok(Fetched::Stored(row)) => Ok(Some(Self::of_row(state, place, *row))),
+                    Ok(Fetched::Downloading(row)) => Ok(Some(Self::pending(place, &row, hub.limit))),
+                    Ok(Fetched::Files(files)) => {
+                        Self::of_files(state, Ok(*files), conversion.recipe, place, errors).await
+                    }
+                    Err(problem) => Self::of_files(state, Err(problem), conversion.recipe, place, errors).await,
+                }
             }
             DatasetSource::Mapped(mapped) => {
                 let MappedSource { source, recipe } = &mut **mapped;
@@ -168,6 +186,9 @@ impl Prompts {
                     _ => None,
                 };
                 let Some(rows) = rows else { return Ok(None) };
+                if rows.facts.is_pending {
+                    return Ok(Some(rows)); // The rows are mapped once they are stored.
+                }
                 let files = files_of(state, rows).await;
                 Self::of_files(state, files, recipe.clone(), place, errors).await
             }
@@ -196,7 +217,7 @@ impl Prompts {
     fn of_records(records: &mut Vec<Value>, place: &Place) -> Self {
         let facts = DatasetFacts::of_records(records);
         // The list in the job is emptied but not removed, because it still shows that the rows were sent inline.
-        Self { at: place.at.clone(), source: Source::Records(std::mem::take(records)), facts }
+        Self { at: place.at.clone(), source: Source::Records(std::mem::take(records)), facts, renamed: Vec::new() }
     }
 
     /// Maps the rows of files, or reports why they cannot be read or mapped.
@@ -229,16 +250,36 @@ impl Prompts {
         errors: &mut Vec<FieldError>,
     ) -> Result<Option<Self>, Problem> {
         match state.store.dataset_get(id).await {
-            Ok(DatasetRow { sha256, num_rows, columns, owner, .. }) if caller.may_see(&owner) => {
-                let facts = DatasetFacts::of_file(id, sha256, num_rows, columns);
-                Ok(Some(Self { at: place.at.clone(), source: Source::Stored(state.files.dataset(id)), facts }))
-            }
-            Ok(_) | Err(StoreError::NotFound { .. }) => {
-                errors.push(unknown_dataset(&format!("{}/id", place.at), &id.to_string()));
+            Ok(row) if caller.may_see(&row.owner) => return Ok(Some(Self::of_row(state, place, row))),
+            Ok(_) | Err(StoreError::NotFound { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let at = format!("{}/id", place.at);
+        let download = state.store.dataset_download_get(id).await?;
+        match download.filter(|row| caller.may_see(&row.owner)) {
+            Some(row) if row.state == "downloading" => Ok(Some(Self::pending(place, &row, None))),
+            Some(row) => {
+                errors.push(FieldError::new(at, "dataset_download_failed", not_stored(&row)));
                 Ok(None)
             }
-            Err(error) => Err(error.into()),
+            None => {
+                errors.push(unknown_dataset(&at, &id.to_string()));
+                Ok(None)
+            }
         }
+    }
+
+    fn of_row(state: &AppState, place: &Place, row: DatasetRow) -> Self {
+        let DatasetRow { id, sha256, num_rows, columns, .. } = row;
+        let facts = DatasetFacts::of_file(id, sha256, num_rows, columns);
+        Self { at: place.at.clone(), source: Source::Stored(state.files.dataset(id)), facts, renamed: Vec::new() }
+    }
+
+    /// Describes rows that are still downloaded, of which at most `limit` will be kept.
+    fn pending(place: &Place, row: &DatasetDownloadRow, limit: Option<u64>) -> Self {
+        let facts = DatasetFacts::pending(row.id, row.bytes_total, limit);
+        let renamed = renamed_in(&place.at, Some(&row.origin));
+        Self { at: place.at.clone(), source: Source::Downloading(row.id), facts, renamed }
     }
 
     /// Concatenates the rows of several datasets.
@@ -249,12 +290,13 @@ impl Prompts {
         place: &Place,
         errors: &mut Vec<FieldError>,
     ) -> Result<Option<Self>, Problem> {
-        let mut found = Vec::with_capacity(sources.len());
+        let (mut found, mut renamed) = (Vec::with_capacity(sources.len()), Vec::new());
         for (index, mixed) in sources.iter_mut().enumerate() {
             let Some(source) = &mut mixed.source else { continue };
             let place = Place { at: format!("{}/{index}", place.at), ..*place };
             // After an error the other datasets are still read, so that the errors of all are reported together.
             let Some(prompts) = Self::of_one(state, caller, source, &place, errors).await? else { continue };
+            renamed.extend(prompts.renamed.iter().cloned());
             let num_rows = prompts.facts.num_rows;
             let weight = mixed.weight.unwrap_or(num_rows as f64);
             found.push((SourcePlan { name: mixed.name.clone(), num_rows, weight }, prompts));
@@ -268,6 +310,7 @@ impl Prompts {
             at: place.at.clone(),
             source: Source::Several(sources),
             facts: DatasetFacts::of_sources(facts),
+            renamed,
         }))
     }
 
@@ -309,6 +352,12 @@ impl Prompts {
         });
         all.map(drop)
     }
+}
+
+/// Returns the pointer and the new name of a dataset whose origin says that the hub has renamed it.
+fn renamed_in(at: &str, origin: Option<&Value>) -> Vec<(String, String)> {
+    let name = origin.and_then(|origin| origin.get("renamed_to")?.as_str());
+    name.map(|name| (at.to_owned(), name.to_owned())).into_iter().collect()
 }
 
 /// Returns rows as a file to which a mapping can be applied.

@@ -1,15 +1,15 @@
-//! The models of a job's `reward_model` rewards: looked up, read, checked against the rewards.
+//! The models of a job's `reward_model` rewards: looked up or downloaded from the hub, read, checked against the rewards.
 
 use std::collections::BTreeMap;
-use std::path::Path as FilePath;
+use std::path::{Path as FilePath, PathBuf};
 
 use super::AppState;
 use super::auth::Caller;
-use super::auth::models::find as find_model;
-use super::error::{Problem, shortened};
-use super::models::is_as_registered;
+use super::error::Problem;
+use super::models::{RENAMED_TO, is_as_registered};
+use super::named_models::{UseOfHub, find_model, renamed};
 use crate::modelcard::{Backbone, ClassifierCard};
-use crate::spec::{FieldError, JobSpec, RewardKind, RewardModelFacts, RewardModelPlan, RewardTextFormat};
+use crate::spec::{FieldError, JobSpec, RewardKind, RewardModelFacts, RewardModelPlan, RewardTextFormat, Warning};
 use crate::store::ModelRow;
 
 /// A `reward_model` reward, its field in the job, and the registered model.
@@ -17,13 +17,17 @@ pub(super) struct Named {
     at: String,
     plan: RewardModelPlan,
     row: ModelRow,
+    /// The folder of the model's files, except for the tensors of a model that is being downloaded.
+    dir: PathBuf,
 }
 
-/// Returns the rows of all models that rewards name. In the job, a name that means a private model becomes that model's id.
+/// Returns the rows of all models that rewards name; a model that exists on the hub only is registered and downloaded, or inspected.
+/// In the job, a name that means a private model becomes that model's id.
 pub(super) async fn find(
     state: &AppState,
     caller: &Caller,
     spec: &mut JobSpec,
+    use_of_hub: UseOfHub,
     errors: &mut Vec<FieldError>,
 ) -> Result<Vec<Named>, Problem> {
     let (mut eval, mut guard) = (None, None);
@@ -46,39 +50,27 @@ pub(super) async fn find(
         if plan.model.is_empty() {
             continue; // The parser of the job reports it.
         }
-        match find_model(state, caller, &plan.model).await? {
-            Some(row) if row.state != "ready" => {
-                let detail = match row.problem {
-                    Some(problem) => format!("the reward model '{}' could not be downloaded: {problem}", row.id),
-                    None => format!(
-                        "the reward model '{}' is still being downloaded: submit the job again when the model is ready",
-                        row.id
-                    ),
-                };
-                errors.push(FieldError::new(format!("{at}/model"), "model_not_ready", detail));
-            }
-            Some(row) => {
-                plan.model.clone_from(&row.id);
-                found.push(Named { at, plan: plan.clone(), row });
-            }
-            None => {
-                let detail = format!(
-                    "the model '{}' is not registered: register the reward model with POST /models \
-                     {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
-                    shortened(&plan.model)
-                );
-                errors.push(FieldError::new(format!("{at}/model"), "unknown_model", detail));
-            }
+        if let Some(row) = find_model(state, caller, (&plan.model, &format!("{at}/model")), use_of_hub, errors).await? {
+            plan.model.clone_from(&row.id);
+            let dir = state.downloads.readable(&row);
+            found.push(Named { at, plan: plan.clone(), row, dir });
         }
     }
     Ok(found)
 }
 
 /// Reads the properties of the models. Blocking.
-pub(super) fn inspect(named: Vec<Named>, errors: &mut Vec<FieldError>) -> BTreeMap<String, RewardModelFacts> {
+pub(super) fn inspect(
+    named: Vec<Named>,
+    errors: &mut Vec<FieldError>,
+    warnings: &mut Vec<Warning>,
+) -> BTreeMap<String, RewardModelFacts> {
     let mut facts = BTreeMap::new();
-    for Named { at, plan, row } in named {
-        match inspect_one(&plan, &row) {
+    for Named { at, plan, row, dir } in named {
+        if let Some(name) = row.card[RENAMED_TO].as_str() {
+            warnings.push(renamed(&format!("{at}/model"), name));
+        }
+        match inspect_one(&plan, &row, &dir) {
             Ok(found) => drop(facts.insert(plan.model, found)),
             Err((field, code, detail)) => errors.push(FieldError::new(format!("{at}/{field}"), code, detail)),
         }
@@ -90,12 +82,14 @@ pub(super) fn inspect(named: Vec<Named>, errors: &mut Vec<FieldError>) -> BTreeM
 fn inspect_one(
     plan: &RewardModelPlan,
     row: &ModelRow,
+    dir: &FilePath,
 ) -> Result<RewardModelFacts, (&'static str, &'static str, String)> {
     let id = &row.id;
     let unusable =
         |detail: String| ("model", "invalid_model", format!("model '{id}' cannot be used as a reward model: {detail}"));
-    let card = ClassifierCard::read(FilePath::new(&row.source)).map_err(|error| unusable(error.to_string()))?;
-    if !is_as_registered(row, &card.files).map_err(|error| unusable(error.to_string()))? {
+    let card = ClassifierCard::read(dir).map_err(|error| unusable(error.to_string()))?;
+    // The files of a model that is still downloading are compared with its fingerprint once it is complete.
+    if row.state != "downloading" && !is_as_registered(row, &card.files).map_err(|error| unusable(error.to_string()))? {
         let detail = format!(
             "the files of model '{id}' have changed since it was registered: register it again (POST /models with the \
              same id and source), then submit again"

@@ -4,13 +4,16 @@ use std::time::{Duration, Instant};
 
 use axum::body::Bytes;
 use futures::{Stream, StreamExt};
+use serde_json::Value;
 
 use super::AppState;
 use super::error::{Code, FieldError, Problem, shortened};
 use super::storage::check_limit;
 use crate::dataset::{Format, Reader, Rejected, RowError, RowPlace, Summary};
 use crate::files::StagedDone;
+use crate::id::DatasetId;
 use crate::storage::StorageKind;
+use crate::store::{DatasetRow, NewDataset, clock_ms};
 
 /// Default maximum size of a dataset, in bytes, both as received and in canonical form.
 pub const DEFAULT_LIMIT_BYTES: u64 = 1 << 30;
@@ -56,6 +59,42 @@ pub(super) async fn read_rows<E>(
     check_limit(state, StorageKind::Datasets, received).await?;
     staged.write(&out).await?;
     Ok((summary, staged.finish().await?))
+}
+
+/// Stores a dataset's file, then its database row with this id and name. The same bytes are stored once per owner. Returns the row,
+/// and whether it is new.
+pub(super) async fn store_rows(
+    state: &AppState,
+    owner: &str,
+    (id, name): (DatasetId, Option<String>),
+    (summary, staged, origin): (Summary, StagedDone, Option<Value>),
+) -> Result<(DatasetRow, bool), Problem> {
+    if let Some(row) = state.store.dataset_by_sha256(owner, &staged.sha256.to_string()).await? {
+        return Ok((row, false));
+    }
+    let Summary { num_rows, columns } = summary;
+    let (sha256, size_bytes, owner) = (staged.sha256.to_string(), staged.size_bytes, owner.to_owned());
+    let new = NewDataset { id, name, sha256, num_rows, size_bytes, columns, owner };
+    staged.publish(&state.files.dataset(id)).await?;
+    let created = state.store.dataset_create(new, clock_ms()).await;
+    if !matches!(created, Ok((_, true))) {
+        remove_file(state, id).await?; // A concurrent upload of the same rows was first, or the insert failed.
+    }
+    let (mut row, is_new) = created?;
+    if let Some(origin) = origin.filter(|_| is_new) {
+        state.store.dataset_note_origin(row.id, &origin).await?;
+        row.origin = Some(origin);
+    }
+    Ok((row, is_new))
+}
+
+/// Removes the file of a dataset.
+pub(super) async fn remove_file(state: &AppState, id: DatasetId) -> Result<(), Problem> {
+    let files = state.files.clone();
+    tokio::task::spawn_blocking(move || files.dataset_remove(id))
+        .await
+        .map_err(Problem::internal)?
+        .map_err(Problem::from)
 }
 
 pub(super) fn too_large(limit: u64) -> Problem {

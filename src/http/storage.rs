@@ -15,6 +15,7 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem};
 use super::extract::Json;
+use crate::downloads::Pending;
 use crate::hub::RESERVED_BYTES;
 use crate::storage::{StorageKind, StorageUse};
 use crate::store::storage::{self, StorageReport};
@@ -188,21 +189,7 @@ pub(super) async fn check_room_for_model(
     missing_bytes: u64,
 ) -> Result<(), Problem> {
     let pending = state.downloads.pending(source).await?;
-    // A model that alone does not fit was refused before.
-    if missing_bytes > 0 && pending.missing_on_disk > 0 {
-        let needed = missing_bytes.saturating_add(pending.missing_on_disk);
-        let free = state.files.free_bytes()?;
-        if needed.saturating_add(RESERVED_BYTES) > free {
-            let detail = format!(
-                "the model needs {}, the downloads in progress another {}, and {} are free: wait until they are complete and free up \
-                 disk space, or choose a smaller model",
-                format_size(missing_bytes),
-                format_size(pending.missing_on_disk),
-                format_size(free)
-            );
-            return Err(Problem::new(Code::StorageFull, detail.clone()).item("/hub", "too_large", detail));
-        }
-    }
+    check_room_on_disk(state, pending, "model", missing_bytes)?;
     if !state.config.storage_limits.contains_key(&StorageKind::Models) {
         return Ok(());
     }
@@ -210,6 +197,33 @@ pub(super) async fn check_room_for_model(
     let report = report(state, Duration::ZERO).await?;
     let more_bytes = bytes_total.saturating_sub(pending.stored);
     check_report(state, &report, StorageKind::Models, pending.missing_in_folders, more_bytes)
+}
+
+/// Refuses a download (`what` = model or dataset) for which the disk has no room beside the downloads in progress. The caller holds
+/// [`crate::downloads::Downloads::admission`].
+pub(super) fn check_room_on_disk(
+    state: &AppState,
+    pending: Pending,
+    what: &str,
+    missing_bytes: u64,
+) -> Result<(), Problem> {
+    // A download that alone does not fit was refused before.
+    if missing_bytes == 0 || pending.missing_on_disk == 0 {
+        return Ok(());
+    }
+    let needed = missing_bytes.saturating_add(pending.missing_on_disk);
+    let free = state.files.free_bytes()?;
+    if needed.saturating_add(RESERVED_BYTES) <= free {
+        return Ok(());
+    }
+    let detail = format!(
+        "the {what} needs {}, the downloads in progress another {}, and {} are free: wait until they are complete and free up disk \
+         space, or choose a smaller {what}",
+        format_size(missing_bytes),
+        format_size(pending.missing_on_disk),
+        format_size(free)
+    );
+    Err(Problem::new(Code::StorageFull, detail.clone()).item("/hub", "too_large", detail))
 }
 
 /// Compares the use of a kind with its limit. `coming_bytes` are those of downloads in progress.

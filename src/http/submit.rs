@@ -1,32 +1,33 @@
 //! `POST /jobs` and `POST /jobs/validate`: from a document to a queued job.
 
-use axum::body::Bytes;
+mod pending;
+pub(super) mod stored;
+
 use axum::extract::multipart::{Field, Multipart};
 use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::Response;
-use futures::stream;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use self::stored::store_prompts;
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::written;
-use super::datasets::store_rows;
 use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query, expect_document, media_type, parse_document, read_body};
 use super::heavy;
 use super::idempotency::{Answer, once};
 use super::jobs::{JobView, invalid};
-use super::lookup::{EvalPrompts, Prepared, UseOfHub, prepare};
+use super::lookup::{Prepared, prepare};
+use super::named_models::{REPOSITORY_RENAMED, UseOfHub};
 use super::prompts::{Prompts, Source, unknown_dataset};
 use super::rows::read_rows;
 use super::uploads::{bad_form, broken_form, format_of_part};
 use super::{preflight, warm_start};
-use crate::dataset::{Format, Summary};
+use crate::dataset::Summary;
 use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
@@ -34,10 +35,9 @@ use crate::preflight::PreflightReport;
 use crate::spec::format::Format as DocumentFormat;
 use crate::spec::trl::{self, Remark};
 use crate::spec::{
-    DatasetPlan, DraftDocument, DraftPlan, Estimate, EvalPlan, FieldError, FormDocument, JobDocument, JobSpec, Plan,
-    Warning, resolve, submittable_dataset,
+    DatasetPlan, DraftDocument, DraftPlan, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Warning, resolve,
 };
-use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
+use crate::store::{NewJob, StoreError, clock_ms};
 
 /// Maximum size of the multipart field `spec`, in bytes.
 const MAX_SPEC_BYTES: usize = 1024 * 1024;
@@ -179,8 +179,9 @@ pub(super) async fn submit(
     let (mut spec, spec_errors) = read_spec(&state, &caller, document).await?;
     errors.extend(spec_errors);
     let train = rows.map(|(summary, staged)| Prompts::of_upload(summary, staged));
-    let Prepared { context, errors: found, warnings: _, train, eval, warm_up } =
-        prepare(&state, &caller, &mut spec, train, UseOfHub::Register).await?;
+    let prepared = prepare(&state, &caller, &mut spec, train, UseOfHub::Register).await?;
+    let is_pending = prepared.is_pending();
+    let Prepared { context, errors: found, warnings, train, eval, warm_up } = prepared;
     errors.extend(found);
     let resolved = resolve(&spec, &context);
     let mut plan = match resolved {
@@ -191,12 +192,19 @@ pub(super) async fn submit(
             return Err(invalid(Code::InvalidSpec, errors));
         }
     };
-    store_prompts(&state, caller.owner(), (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
+    let (prompts, document) = ((train, eval, warm_up), &mut spec.redacted);
+    let waits_for = match is_pending {
+        true => pending::name_stored(&state, caller.owner(), prompts, document).await?,
+        false => {
+            store_prompts(&state, caller.owner(), prompts, document, &mut plan).await?;
+            Vec::new()
+        }
+    };
     let id = JobId::new();
     warm_start::pin_files(&state, id, &plan).await?;
     let (secrets, priority) = (&spec.secrets, spec.priority);
     let new = NewJob { id, spec: &spec.redacted, plan: &plan, secrets, parent: None, priority, owner: caller.owner() };
-    let created = state.store.job_create(new, clock_ms()).await;
+    let created = state.store.job_create_waiting(new, &waits_for, clock_ms()).await;
     if created.is_err() {
         warm_start::unpin_files(&state, id).await;
     }
@@ -214,6 +222,10 @@ pub(super) async fn submit(
         }
         created => created?,
     };
+    let renamed = warnings.iter().filter(|warning| warning.code == REPOSITORY_RENAMED);
+    let renamed: Vec<(&str, String)> =
+        renamed.map(|warning| (REPOSITORY_RENAMED, format!("{}: {}", warning.pointer, warning.detail))).collect();
+    state.store.job_warn(row.id, &renamed, clock_ms()).await?;
     Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(&state, row).await?)
 }
 
@@ -226,99 +238,6 @@ fn put_placeholder(document: &mut Value) -> Option<FieldError> {
     }
     object.insert("dataset".to_owned(), json!({"id": DatasetId::new()}));
     None
-}
-
-/// Stores the rows that were sent with a job, and writes the ids of their datasets to its plan and document.
-pub(super) async fn store_prompts(
-    state: &AppState,
-    owner: &str,
-    (train, eval, warm_up): (Option<Prompts>, EvalPrompts, Option<Prompts>),
-    document: &mut Value,
-    plan: &mut Plan,
-) -> Result<(), Problem> {
-    if let Some(row) = store_uploaded_dataset(state, owner, document, train).await? {
-        store_in(&mut plan.dataset, &row);
-        document["dataset"] = submittable_dataset(&plan.dataset);
-        if let Some(eval) = plan.eval.as_mut().filter(|eval| eval.fraction.is_some()) {
-            eval.dataset = plan.dataset.clone();
-        }
-    }
-    if let Some(plan) = &mut plan.eval {
-        store_eval_prompts(state, owner, eval, document, plan).await?;
-    }
-    if let (Some(row), Some(warm_up)) =
-        (store_uploaded_dataset(state, owner, document, warm_up).await?, &mut plan.warm_up)
-    {
-        store_in(&mut warm_up.dataset, &row);
-        document["warm_up"]["dataset"] = submittable_dataset(&warm_up.dataset);
-        // The mapping is removed, because the stored warm-up rows are already mapped.
-        if let Some(document) = document["warm_up"].as_object_mut() {
-            document.shift_remove("map");
-        }
-    }
-    Ok(())
-}
-
-/// Stores the rows of the `eval` section as datasets, in the same way.
-async fn store_eval_prompts(
-    state: &AppState,
-    owner: &str,
-    eval: EvalPrompts,
-    document: &mut Value,
-    plan: &mut EvalPlan,
-) -> Result<(), Problem> {
-    let EvalPrompts { eval, test, guard } = eval;
-    if let Some(row) = store_uploaded_dataset(state, owner, document, eval).await? {
-        store_in(&mut plan.dataset, &row);
-        document["eval"]["dataset"] = submittable_dataset(&plan.dataset);
-    }
-    if let (Some(row), Some(dataset)) =
-        (store_uploaded_dataset(state, owner, document, test).await?, &mut plan.test_dataset)
-    {
-        store_in(dataset, &row);
-        document["eval"]["test_dataset"] = submittable_dataset(dataset);
-    }
-    if let (Some(row), Some(guard)) = (store_uploaded_dataset(state, owner, document, guard).await?, &mut plan.guard) {
-        store_in(&mut guard.dataset, &row);
-        document["eval"]["guard"]["dataset"] = submittable_dataset(&guard.dataset);
-    }
-    Ok(())
-}
-
-/// Sets the id and hash of a dataset in the plan to those of the stored dataset.
-fn store_in(plan: &mut DatasetPlan, row: &DatasetRow) {
-    *plan = DatasetPlan {
-        sources: std::mem::take(&mut plan.sources),
-        ..DatasetPlan::new(row.id, row.sha256.clone(), row.num_rows)
-    };
-}
-
-/// Creates a dataset from rows that were sent with the job; None if they are a dataset already. The dataset gets the name that
-/// the document gives it.
-async fn store_uploaded_dataset(
-    state: &AppState,
-    owner: &str,
-    document: &Value,
-    prompts: Option<Prompts>,
-) -> Result<Option<DatasetRow>, Problem> {
-    let Some(Prompts { at, source, facts: _ }) = prompts else { return Ok(None) };
-    let name = document.pointer(&at).and_then(|dataset| dataset.get("name")?.as_str()).map(str::to_owned);
-    let rows = match source {
-        Source::Stored(_) => return Ok(None),
-        Source::Uploaded(summary, staged, origin) => (summary, staged, origin),
-        Source::Records(records) => {
-            let lines = records.into_iter().map(|record| Ok::<_, Problem>(Bytes::from(format!("{record}\n"))));
-            let (summary, staged) =
-                read_rows(state, Format::Ndjson, None, stream::iter(lines), |problem| problem).await?;
-            (summary, staged, None)
-        }
-        several @ Source::Several(_) => {
-            let origin = several.origin();
-            let (summary, staged) = written(state, Format::Ndjson, None, move |out| several.write(out)).await?;
-            (summary, staged, origin)
-        }
-    };
-    Ok(Some(store_rows(state, owner, name, rows).await?.0))
 }
 
 /// Options of a validation.
@@ -419,6 +338,8 @@ async fn validated(
     let (mut spec, found) = read_spec(state, caller, document).await?;
     errors.extend(found);
     let prepared = prepare(state, caller, &mut spec, None, UseOfHub::Inspect).await?;
+    // A preflight needs the rows. The warnings say that they are not downloaded.
+    let preflight_limits = preflight_limits.filter(|_| !prepared.is_pending());
     errors.extend(prepared.errors);
     let resolved = resolve(&spec, &prepared.context);
     let mut report = None;

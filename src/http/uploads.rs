@@ -16,7 +16,7 @@ use utoipa::IntoParams;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::{Files, PREVIEW_BYTES, fetch, fetch_start, uploaded, written};
+use super::dataset_sources::{Files, PREVIEW_BYTES, fetch_start, uploaded, written};
 use super::error::{Code, Problem, shortened};
 use super::extract::{announced_bytes, body_fault, body_problem, media_type};
 use super::rows::{UPLOAD_DEADLINE, WRITE_BYTES, check_disk, read_rows, too_large};
@@ -99,8 +99,10 @@ pub(super) struct Sent {
 pub(super) enum SentRows {
     /// Plain rows, checked and written to a staged file as they arrived.
     Ready(Summary, StagedDone),
-    /// Compressed, mapped or hub files, which must be converted first.
+    /// Files that must be converted first, because they are compressed, mapped or from the hub.
     Files(Box<Files>, Recipe),
+    /// A hub dataset to store.
+    Hub(Box<HubDataset>),
 }
 
 /// Receives the dataset rows of a request: a plain body, a form, or the name of a hub dataset.
@@ -129,11 +131,10 @@ pub(super) async fn receive(
     let start = peek(&mut body, |error| body_problem(&error), kind == "application/json").await?;
     if let Some(wanted) = hub_document(&kind, &start) {
         let (hub_name, wanted) = wanted?;
-        let files = match purpose {
-            Purpose::Store => fetch(state, caller, &wanted).await?,
-            Purpose::Preview => fetch_start(state, caller, &wanted).await?,
+        let rows = match purpose {
+            Purpose::Store => SentRows::Hub(Box::new(wanted)),
+            Purpose::Preview => SentRows::Files(Box::new(fetch_start(state, caller, &wanted).await?), wanted.recipe()),
         };
-        let rows = SentRows::Files(Box::new(files), wanted.recipe());
         return Ok(Sent { name: checked_name(hub_name)?.or(name), rows });
     }
     if format.is_none() && !is_packed(&start) && recipe.is_plain() {

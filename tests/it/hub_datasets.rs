@@ -377,6 +377,21 @@ async fn a_job_names_a_data_set_of_the_hub() {
         let rows = source["limit"].as_u64().unwrap_or(2);
         assert_eq!(dataset["num_rows"], rows, "{source}: {dataset}");
     }
+    // A renamed repository is told in a validation, and in the events of the job.
+    let mut renamed = wanted.clone();
+    renamed["dataset"]["hub"] = json!(OLD_DATASET);
+    let is_renamed = |list: &Value, at: &str| {
+        list.as_array()
+            .unwrap()
+            .iter()
+            .any(|item| item["code"] == "repository_renamed" && item.to_string().contains(at))
+    };
+    let checked = server.post("/jobs/validate", &renamed).await;
+    assert!(is_renamed(&checked["warnings"], "fake/rows"), "{checked}");
+    let job = server.submit(&renamed).await;
+    let events = server.get(&format!("/jobs/{job}/events?limit=100")).await;
+    let data: Value = events["data"].as_array().unwrap().iter().map(|event| event["data"].clone()).collect();
+    assert!(is_renamed(&data, "/dataset: the hub has renamed"), "{events}");
     wanted["dataset"]["map"]["prompt"] = json!("quesiton");
     let checked = server.post("/jobs/validate", &wanted).await;
     assert_eq!(checked["errors"][0]["pointer"], "/dataset", "{checked}");

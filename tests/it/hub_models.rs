@@ -347,3 +347,82 @@ async fn behind_a_proxy_the_hub_is_asked_through_it_alone() {
     assert!(asked.iter().any(|url| url.starts_with("http://hub.example/api/models/fake/tiny/")), "{asked:?}");
     assert!(asked.iter().any(|url| !url.starts_with("http://hub.example/")), "the CDN too: {asked:?}");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn weights_in_git_itself_are_verified_by_their_git_hash() {
+    let (in_git, damaged) = (true, std::sync::atomic::AtomicU32::new(0));
+    let hub = start(repository(), Faults { in_git, damaged, ..Faults::default() }).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, &[]);
+    // A damaged file is downloaded once more, and then refused with both hashes.
+    hub.fake.faults.damaged.store(2, std::sync::atomic::Ordering::SeqCst);
+    let (status, refused) = post(&server, "/models", &[], &json!({"hub": "fake/tiny"})).await;
+    let detail = refused["detail"].as_str().unwrap();
+    let expected = crate::hub::git_sha1(&repository()["model.safetensors"]);
+    assert!(status == 422 && detail.contains("is corrupted after download") && detail.contains(&expected), "{refused}");
+    hub.fake.faults.damaged.store(1, std::sync::atomic::Ordering::SeqCst);
+    let (status, model) = post(&server, "/models", &[], &json!({"hub": "fake/tiny"})).await;
+    assert_eq!(status, 202, "{model}");
+    let model = model_when(&server, "ready").await;
+    register(&server, "folder", &model_copy(&dir.path().join("model"))).await;
+    assert_eq!(model["sha256"], server.get("/models/folder").await["sha256"]);
+}
+
+/// The files of the test model, and those of a reward model as the repository `fake/twin`.
+fn with_reward_model() -> BTreeMap<String, Vec<u8>> {
+    let mut files = repository();
+    for entry in std::fs::read_dir(rlood_test_support::fixture("reward_models/qwen3")).unwrap() {
+        let entry = entry.unwrap();
+        let bytes = std::fs::read(entry.path()).unwrap();
+        files.insert(format!("twin/{}", entry.file_name().to_str().unwrap()), bytes);
+    }
+    files
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reward_names_a_model_of_the_hub_and_the_job_waits_for_it() {
+    let hub = start(with_reward_model(), held()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, &[]);
+    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    let mut wanted = spec("tiny", 1);
+    wanted["rewards"] = json!([{"type": "reward_model", "model": "fake/twin"}]);
+    let checked = server.post("/jobs/validate", &wanted).await;
+    assert_eq!((&checked["valid"], &checked["errors"]), (&json!(true), &json!([])), "{checked}");
+    assert_eq!(server.get("/models").await["data"].as_array().unwrap().len(), 1);
+
+    let job = server.submit(&wanted).await;
+    let view = server.get(&format!("/jobs/{job}")).await;
+    assert_eq!((&view["state"], &view["status_reason"]), (&json!("queued"), &json!("model_downloading")), "{view}");
+    let path = "/models/fake%2Ftwin";
+    let model = server.get(path).await;
+    assert_eq!((&model["state"], &model["card"]["task"]), (&json!("downloading"), &json!("sequence_classification")));
+    assert_eq!(delete(&server, path).await, 409);
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    assert_eq!(server.get(&format!("/jobs/{job}")).await["state"], "queued");
+    let events = server.get(&format!("/jobs/{job}/events?limit=100")).await;
+    let told = events["data"].as_array().unwrap().iter().any(|event| event["type"] == "model.downloading");
+    assert!(told, "{events}");
+    hub.fake.faults.released.store(true, std::sync::atomic::Ordering::SeqCst);
+    let view = server.job_in_state(&job, "succeeded").await;
+    assert_eq!(view["plan"]["reward_models"]["fake/twin"], server.get(path).await["sha256"], "{view}");
+
+    for (model, code) in [("fake/none", "invalid_model"), ("none", "unknown_model"), ("fake/tiny", "invalid_model")] {
+        wanted["rewards"][0]["model"] = json!(model);
+        let checked = server.post("/jobs/validate", &wanted).await;
+        let error = &checked["errors"][0];
+        assert_eq!((&error["pointer"], &error["code"]), (&json!("/rewards/0/model"), &json!(code)), "{checked}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_job_says_in_its_events_that_a_repository_was_renamed() {
+    let hub = start(repository(), Faults::default()).await;
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(&dir.path().join("data"), &hub, &[]);
+    let job = server.submit(&spec(OLD_MODEL, 1)).await;
+    let events = server.get(&format!("/jobs/{job}/events?limit=100")).await;
+    let told = events["data"].as_array().unwrap().iter().find(|event| event["data"]["code"] == "repository_renamed");
+    let message = told.unwrap_or_else(|| panic!("{events}"))["data"]["message"].as_str().unwrap();
+    assert!(message.contains("/model") && message.contains("'fake/tiny'"), "{events}");
+}

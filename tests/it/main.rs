@@ -36,6 +36,7 @@ mod http;
 #[path = "../../crates/hub/tests/it/fake.rs"]
 #[expect(dead_code, reason = "the tests of the hub's client use the rest")]
 mod hub;
+mod hub_dataset_downloads;
 mod hub_datasets;
 mod hub_models;
 mod hub_owners;

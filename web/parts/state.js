@@ -13,7 +13,8 @@ export function State({ job }) {
 
 /** Describes what a job is doing: "Rollout", "#3 in the queue", "Reward outage". */
 export function describeActivity(job) {
-  if (job.status_reason === "model_downloading") return "Waiting for the model download";
+  const [, part] = job.status_reason?.match(/^(model|dataset)_downloading$/) ?? [];
+  if (part) return `Waiting for the ${part} download`;
   if (job.status_reason === "server_error") return "Waiting: the server could not start the job and will retry";
   if (job.state === "queued") return job.queue_position ? `#${job.queue_position} in the queue` : "in the queue";
   if (job.status_reason) return sentenceCase(job.status_reason);

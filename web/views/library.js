@@ -71,6 +71,8 @@ function DatasetRow({ dataset, jobs, reload }) {
   const [rows, setRows] = useState(null);
   const toggleRows = async () => setRows(rows ? null : (await get(`/datasets/${encodeURIComponent(id)}/rows`, { limit: PREVIEW_ROWS })).data.map(({ record }) => record));
   const source = origin?.hub ? html`${origin.hub}<div class="dim small">${[origin.config, origin.split].filter(Boolean).join(", ")} at <code title=${origin.commit}>${origin.commit.slice(0, 8)}</code></div>` : html`<span class="dim">${origin?.sources ? plural(origin.sources.length, "source") : "upload"}</span>`;
+  if (dataset.bytes_total) return html`<tr><th scope="row">${name ?? id}</th><td colspan="3"><${ModelState} model=${dataset} /></td><td>${source}</td><td><${UsedBy} jobs=${jobs} /></td><td><${Ago} time=${created_at} /></td>
+    <td><${Remove} name=${name ?? id} path=${`/datasets/${encodeURIComponent(id)}`} reload=${reload} /></td></tr>`;
   return html`<tr>
       <th scope="row">${name ?? id}<div><button type="button" class="link small" aria-expanded=${!!rows} onClick=${toggleRows}>${rows ? "Hide rows" : "Show first rows"}</button></div></th>
       <td class="num">${count(num_rows)}</td><td class="num">${bytes(size_bytes)}</td><td class="small">${columns.join(", ")}</td><td>${source}</td>

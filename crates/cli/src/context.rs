@@ -4,7 +4,8 @@ use clap::Args;
 use rlood_client::{Client, ClientBuilder, Error, Retry};
 
 use crate::error::CliError;
-use crate::output::{Color, Out};
+use crate::hub_token::user_token;
+use crate::output::{Color, Out, clean};
 use crate::profiles::Profiles;
 use crate::target::{Flags, Target, Variables, is_loopback};
 
@@ -31,6 +32,11 @@ pub struct Common {
     /// the process list: prefer the variable.
     #[arg(long, global = true, env = "RLOOD_HUB_TOKEN", hide_env_values = true, value_name = "TOKEN")]
     pub hub_token: Option<String>,
+
+    /// Send the Hugging Face token of this machine's user with the requests: HF_TOKEN, or the file that `hf auth login` writes. It is used
+    /// instead of --hub-token. Without this flag only `rlood push` reads it.
+    #[arg(long, global = true)]
+    pub hf_token: bool,
 
     /// Print the API's JSON: one document, or one object per line when following.
     #[arg(long, global = true)]
@@ -69,7 +75,15 @@ impl Common {
     pub(crate) fn context(&self) -> Result<Context, CliError> {
         let target = self.target()?;
         let mut builder = builder_of(&target)?;
-        if let Some(token) = self.hub_token.as_deref().filter(|token| !token.trim().is_empty()) {
+        if self.hf_token {
+            let (token, place) = user_token(|name| std::env::var(name).ok()).ok_or_else(|| {
+                let detail = "--hf-token: no token found: set HF_TOKEN, run `hf auth login`, or use --hub-token";
+                CliError::Usage(detail.to_owned())
+            })?;
+            self.out()
+                .note(format!("the hub token of {} is sent to the server, which does not store it", clean(&place)));
+            builder = builder.hub_token(token);
+        } else if let Some(token) = self.hub_token.as_deref().filter(|token| !token.trim().is_empty()) {
             builder = builder.hub_token(token);
         }
         let client = builder.build()?;

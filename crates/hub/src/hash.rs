@@ -17,6 +17,11 @@ pub enum FileHash {
 }
 
 impl FileHash {
+    /// Parses a hash as [`fmt::Display`] writes it: 40 hexadecimal digits are git's SHA-1, 64 are SHA-256.
+    pub fn parse(text: &str) -> Option<FileHash> {
+        FileHash::git(text).or_else(|| FileHash::sha256(text))
+    }
+
     /// Creates an expected git hash from 40 hexadecimal digits.
     pub(crate) fn git(text: &str) -> Option<FileHash> {
         let mut bytes = [0; 20];
@@ -82,5 +87,10 @@ mod tests {
         assert_eq!(hasher.finish(), expected);
         assert_eq!(expected.to_string(), "ce013625030ba8dba906f756967f9e9ca394464a");
         assert_eq!(FileHash::git("ce01"), None);
+        let sha256 = FileHash::Sha256(Sha256Digest::of(b"hello\n"));
+        for hash in [expected, sha256] {
+            assert_eq!(FileHash::parse(&hash.to_string()), Some(hash));
+        }
+        assert_eq!(FileHash::parse("ce01"), None);
     }
 }

@@ -81,11 +81,13 @@ impl Damage {
 }
 
 /// Selects the next job of the queue. `?1` is the current time, and `?2` the longest pause after a server error: a pause that would
-/// last longer was stored before the clock was set back, and is ignored. A job whose model is being downloaded is not selected. The
-/// index is named because the planner would otherwise sort all queued rows.
+/// last longer was stored before the clock was set back, and is ignored. A job whose models or datasets are being downloaded is not
+/// selected. The index is named because the planner would otherwise sort all queued rows.
 pub const NEXT_JOB: &str = "SELECT * FROM jobs INDEXED BY jobs_queue \
-     WHERE state = 'queued' AND (claim_not_before <= ?1 OR claim_not_before > ?1 + ?2) \
+     WHERE state = 'queued' AND waits_for_data = 0 AND (claim_not_before <= ?1 OR claim_not_before > ?1 + ?2) \
      AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.model AND models.state = 'downloading') \
+     AND NOT EXISTS (SELECT 1 FROM json_each(jobs.plan, '$.reward_models') AS used CROSS JOIN models \
+     ON models.id = used.key WHERE models.state = 'downloading') \
      ORDER BY priority DESC, queue_order LIMIT 1";
 /// Selects claims whose lease expired before this time.
 pub const LAPSED_JOBS: &str = "SELECT * FROM jobs INDEXED BY jobs_leases WHERE state = 'running' AND lease_until < ?";

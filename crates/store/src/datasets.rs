@@ -102,9 +102,11 @@ impl Store {
         Ok(())
     }
 
-    /// Returns one dataset, or `NotFound`.
+    /// Returns one stored dataset, or `NotFound`. The id may also be the one of a download with the same rows.
     pub async fn dataset_get(&self, id: DatasetId) -> Result<DatasetRow, StoreError> {
-        let row = sqlx::query("SELECT * FROM datasets WHERE id = ?")
+        let query =
+            "SELECT * FROM datasets WHERE id = ?1 OR id = (SELECT dataset_id FROM dataset_downloads WHERE id = ?1)";
+        let row = sqlx::query(query)
             .bind(id.to_string())
             .fetch_optional(&self.readers)
             .await
@@ -126,7 +128,7 @@ impl Store {
             .transpose()
     }
 
-    /// Lists datasets, newest first.
+    /// Lists datasets, newest first, including those that are being downloaded.
     pub async fn dataset_list(
         &self,
         filter: DatasetFilter<'_>,
@@ -134,7 +136,9 @@ impl Store {
         limit: u32,
     ) -> Result<Page<DatasetRow>, StoreError> {
         let DatasetFilter { owner, name, sha256 } = filter;
-        let sql = "SELECT * FROM datasets WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
+        let sql = "SELECT * FROM (SELECT id, name, sha256, num_rows, size_bytes, columns, owner, created_at, origin FROM datasets \
+                   UNION ALL SELECT id, name, '', 0, 0, '[]', owner, created_at, origin FROM dataset_downloads \
+                   WHERE state <> 'ready') WHERE (created_at, id) < (?1, ?2) AND (?3 IS NULL OR owner = ?3) \
                    AND (?5 IS NULL OR name = ?5) AND (?6 IS NULL OR sha256 = ?6) \
                    ORDER BY created_at DESC, id DESC LIMIT ?4";
         let more = &[name, sha256];
@@ -175,7 +179,12 @@ impl Store {
             .execute(&mut *tx)
             .await
             .doing(doing)?;
-        if done.rows_affected() == 0 {
+        let unfinished = sqlx::query("DELETE FROM dataset_downloads WHERE id = ?1 OR dataset_id = ?1")
+            .bind(id.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+        if done.rows_affected() + unfinished.rows_affected() == 0 {
             return Err(StoreError::NotFound { kind: "dataset", id: id.to_string() });
         }
         self.commit(tx, doing).await?;

@@ -25,7 +25,7 @@ impl Store {
         let Fork { checkpoint, continues } = fork;
         let (id, parent) = (new.id, new.parent);
         let mut tx = self.begin(doing).await?;
-        self.job_insert(&mut tx, new, now).await?;
+        self.job_insert(&mut tx, new, &[], now).await?;
         if continues {
             checkpoint_adopt(&mut tx, id, checkpoint, false, now).await?;
         }

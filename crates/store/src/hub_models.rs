@@ -140,12 +140,17 @@ impl Store {
         }
         let waiting = waiting_jobs(&mut tx, id).await?;
         for job in &waiting {
-            sqlx::query("UPDATE jobs SET status_reason = NULL WHERE id = ? AND status_reason = ?")
-                .bind(job.id.to_string())
-                .bind(MODEL_DOWNLOADING)
-                .execute(&mut *tx)
-                .await
-                .doing(doing)?;
+            // The job may also wait for another model: its base model, or the model of a reward.
+            sqlx::query(
+                "UPDATE jobs SET status_reason = (SELECT ?2 FROM models WHERE models.state = 'downloading' AND (models.id = \
+                 jobs.model OR models.id IN (SELECT key FROM json_each(jobs.plan, '$.reward_models')))) \
+                 WHERE id = ?1 AND status_reason = ?2",
+            )
+            .bind(job.id.to_string())
+            .bind(MODEL_DOWNLOADING)
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
             event_insert(&mut tx, job.id, "model.ready", now, json!({"model": id, "commit": commit})).await?;
         }
         self.commit(tx, doing).await?;
@@ -201,7 +206,9 @@ fn with_notes(mut card: Value, earlier: Option<Value>) -> Value {
 }
 
 async fn waiting_jobs(tx: &mut SqliteConnection, id: &str) -> Result<Vec<JobRow>, StoreError> {
-    sqlx::query("SELECT * FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' AND model = ?")
+    let query = "SELECT * FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' \
+                 AND (model = ?1 OR ?1 IN (SELECT key FROM json_each(plan, '$.reward_models')))";
+    sqlx::query(query)
         .bind(id)
         .fetch_all(tx)
         .await

@@ -14,12 +14,14 @@ use super::{
     Doing, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json, variant_column,
 };
 use crate::event::Phase;
-use crate::id::{IdError, JobId, WorkerId};
+use crate::id::{DatasetId, IdError, JobId, WorkerId};
 use crate::job::{Action, Ending, Failure, Requested, State};
 use crate::spec::{Plan, RewardSecrets};
 
-/// `status_reason` of a queued job whose model is being downloaded.
+/// `status_reason` of a queued job whose model, or the model of a reward, is being downloaded.
 pub const MODEL_DOWNLOADING: &str = "model_downloading";
+/// `status_reason` of a queued job whose plan is provisional, because the files of a dataset are being downloaded.
+pub const DATASET_DOWNLOADING: &str = "dataset_downloading";
 
 /// A job to create. Name, model, metadata, datasets and length are read from the plan.
 #[derive(Debug)]
@@ -182,6 +184,30 @@ impl JobRow {
     }
 }
 
+/// Stores which datasets a job needs.
+pub(super) async fn insert_datasets(
+    tx: &mut SqliteConnection,
+    job: JobId,
+    datasets: impl IntoIterator<Item = DatasetId>,
+) -> Result<(), StoreError> {
+    for dataset in datasets {
+        sqlx::query("INSERT OR IGNORE INTO job_datasets (job_id, dataset_id) VALUES (?, ?)")
+            .bind(job.to_string())
+            .bind(dataset.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing("store which datasets a job needs")?;
+    }
+    Ok(())
+}
+
+/// Returns the ids of the datasets that a plan names.
+pub(super) fn datasets_of(plan: &Plan) -> impl Iterator<Item = DatasetId> {
+    let of_eval = plan.eval.iter().flat_map(|eval| eval.datasets());
+    let of_warm_up = plan.warm_up.iter().map(|warm_up| &warm_up.dataset);
+    std::iter::once(&plan.dataset).chain(of_eval).chain(of_warm_up).map(|dataset| dataset.id)
+}
+
 fn optional_id<T: FromStr<Err = IdError>>(row: &SqliteRow, name: &'static str) -> Result<Option<T>, StoreError> {
     column::<Option<&str>>(row, name)?.map(str::parse).transpose().map_err(corrupt(name))
 }
@@ -189,9 +215,20 @@ fn optional_id<T: FromStr<Err = IdError>>(row: &SqliteRow, name: &'static str) -
 impl Store {
     /// Queues a job. `NotFound` (dataset) if one of its datasets no longer exists.
     pub async fn job_create(&self, new: NewJob<'_>, now: i64) -> Result<JobRow, StoreError> {
+        self.job_create_waiting(new, &[], now).await
+    }
+
+    /// Queues a job whose plan is provisional until these datasets are downloaded: [`Store::job_planned`] replaces the plan. Without
+    /// datasets the plan is final.
+    pub async fn job_create_waiting(
+        &self,
+        new: NewJob<'_>,
+        waits_for: &[DatasetId],
+        now: i64,
+    ) -> Result<JobRow, StoreError> {
         let doing = "create a job";
         let mut tx = self.begin(doing).await?;
-        let row = self.job_insert(&mut tx, new, now).await?;
+        let row = self.job_insert(&mut tx, new, waits_for, now).await?;
         self.commit(tx, doing).await?;
         self.wake_job(row.id);
         self.wake_queue();
@@ -203,15 +240,16 @@ impl Store {
         &self,
         tx: &mut SqliteConnection,
         new: NewJob<'_>,
+        waits_for: &[DatasetId],
         now: i64,
     ) -> Result<JobRow, StoreError> {
         let doing = "create a job";
         let NewJob { id, spec, plan, secrets, parent, priority, owner } = new;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
-             parent, owner, created_at, status_reason) \
-             VALUES (?, ?, 'queued', ?, (SELECT COALESCE(MAX(queue_order), 0) + 1 FROM jobs), ?, ?, ?, ?, ?, ?, ?, ?, ?, \
-             (SELECT ? FROM models WHERE id = ? AND state = 'downloading'))",
+             parent, owner, created_at, waits_for_data, status_reason) \
+             VALUES (?, ?, 'queued', ?, (SELECT COALESCE(MAX(queue_order), 0) + 1 FROM jobs), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, \
+             COALESCE(?, (SELECT ? FROM models WHERE (id = ? OR id IN (SELECT key FROM json_each(?))) AND state = 'downloading')))",
         )
         .bind(id.to_string())
         .bind(&plan.name)
@@ -225,20 +263,17 @@ impl Store {
         .bind(parent.map(|parent| parent.to_string()))
         .bind(owner)
         .bind(now)
+        .bind(!waits_for.is_empty())
+        .bind((!waits_for.is_empty()).then_some(DATASET_DOWNLOADING))
         .bind(MODEL_DOWNLOADING)
         .bind(&plan.model.id)
+        .bind(to_json("reward_models", &plan.reward_models)?)
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        let of_eval = plan.eval.iter().flat_map(|eval| eval.datasets());
-        let of_warm_up = plan.warm_up.iter().map(|warm_up| &warm_up.dataset);
-        for dataset in std::iter::once(&plan.dataset).chain(of_eval).chain(of_warm_up).map(|dataset| dataset.id) {
-            sqlx::query("INSERT OR IGNORE INTO job_datasets (job_id, dataset_id) VALUES (?, ?)")
-                .bind(id.to_string())
-                .bind(dataset.to_string())
-                .execute(&mut *tx)
-                .await
-                .doing(doing)?;
+        match waits_for {
+            [] => insert_datasets(tx, id, datasets_of(plan)).await?,
+            datasets => insert_datasets(tx, id, datasets.iter().copied()).await?,
         }
         self.job_created(tx, id, (parent, None), now).await
     }
@@ -253,7 +288,8 @@ impl Store {
         now: i64,
     ) -> Result<JobRow, StoreError> {
         let missing: Option<String> = sqlx::query_scalar(
-            "SELECT dataset_id FROM job_datasets WHERE job_id = ? AND dataset_id NOT IN (SELECT id FROM datasets) LIMIT 1",
+            "SELECT dataset_id FROM job_datasets WHERE job_id = ? AND dataset_id NOT IN (SELECT id FROM datasets) \
+             AND dataset_id NOT IN (SELECT id FROM dataset_downloads) LIMIT 1",
         )
         .bind(id.to_string())
         .fetch_optional(&mut *tx)

@@ -14,6 +14,7 @@ pub mod attempts;
 pub mod audit;
 pub mod callbacks;
 pub mod claims;
+pub mod dataset_downloads;
 pub mod datasets;
 pub mod deliveries;
 pub mod disk;
@@ -78,6 +79,7 @@ pub use attempts::Cursor;
 pub use audit::{AuditRow, NewAudit};
 pub use callbacks::{Counted, Received};
 pub use claims::{Claimed, Damage, HeartbeatUpdate};
+pub use dataset_downloads::{DatasetDownloadRow, NewDatasetDownload};
 pub use datasets::{DatasetFilter, DatasetRow, NewDataset};
 pub use deliveries::{DeliveryRow, DeliveryState, MessageEvent, Next, TryRow};
 pub use doctor::AlertRow;
@@ -209,6 +211,12 @@ pub enum StoreError {
         state: State,
         /// The action that was requested.
         action: Action,
+    },
+    /// A job ended before its datasets were downloaded, so it never had a final plan.
+    #[error("the job {job} ended before its datasets were downloaded, so it has no final plan: submit it again")]
+    NoPlan {
+        /// Id of the job.
+        job: JobId,
     },
     /// The attempt no longer owns the job.
     #[error("the claim on the job is lost: this attempt of the job no longer owns it")]

@@ -11,7 +11,9 @@ impl Store {
 
     /// Returns the owner of a dataset.
     pub async fn dataset_owner(&self, id: DatasetId) -> Result<Option<String>, StoreError> {
-        self.owner_of("SELECT owner FROM datasets WHERE id = ?", &id.to_string()).await
+        let query =
+            "SELECT owner FROM datasets WHERE id = ?1 UNION ALL SELECT owner FROM dataset_downloads WHERE id = ?1";
+        self.owner_of(query, &id.to_string()).await
     }
 
     /// Returns the owner of an adapter.

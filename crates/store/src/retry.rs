@@ -51,6 +51,9 @@ impl Store {
         if !old.state.is_terminal() {
             return Err(StoreError::IllegalMove { state: old.state, action: Action::Retry });
         }
+        if waits_for_data(&mut tx, id).await? {
+            return Err(StoreError::NoPlan { job: id });
+        }
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
              parent, owner, created_at) \
@@ -83,6 +86,16 @@ impl Store {
         self.wake_queue();
         Ok(row)
     }
+}
+
+/// Whether the plan of a job is still provisional, because its datasets were not downloaded before it ended.
+async fn waits_for_data(tx: &mut SqliteConnection, id: JobId) -> Result<bool, StoreError> {
+    let waits: Option<bool> = sqlx::query_scalar("SELECT waits_for_data FROM jobs WHERE id = ?")
+        .bind(id.to_string())
+        .fetch_optional(tx)
+        .await
+        .doing("read a job")?;
+    Ok(waits == Some(true))
 }
 
 async fn continue_from(

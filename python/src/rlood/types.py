@@ -46,13 +46,19 @@ class _DatasetRequired(TypedDict):
     owner: str
     sha256: str
     size_bytes: int
+    state: str
 
 
 class Dataset(_DatasetRequired, total=False):
     """A dataset of prompts."""
 
+    bytes_done: Optional[int]
+    bytes_per_second: Optional[float]
+    bytes_total: Optional[int]
+    eta_s: Optional[float]
     name: Optional[str]
     origin: Optional[Dict[str, Any]]
+    problem: Optional[str]
 
 Unique = Union[str, List[str]]
 

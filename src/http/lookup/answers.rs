@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::Value;
 
-use super::{AppState, Caller, Found, MAX_COUNTED_BYTES, MAX_COUNTED_ROWS, Model, text_bytes};
+use super::{
+    AppState, Caller, Found, MAX_COUNTED_BYTES, MAX_COUNTED_ROWS, Model, UseOfHub, not_downloaded, renamed, text_bytes,
+};
 use crate::dataset::{Answered, COMPLETION, PROMPT, Recipe, answered};
 use crate::http::error::{Problem, chain};
 use crate::http::prompts::{Place, Prompts, files_of};
@@ -20,7 +22,7 @@ pub(super) async fn find(
     state: &AppState,
     caller: &Caller,
     spec: &mut JobSpec,
-    chat_default: bool,
+    (chat_default, use_of_hub): (bool, UseOfHub),
     errors: &mut Vec<FieldError>,
 ) -> Result<Option<Prompts>, Problem> {
     let Some(warm_up) = &mut spec.warm_up else { return Ok(None) };
@@ -28,10 +30,10 @@ pub(super) async fn find(
     // The rows of a source with a map of its own are already mapped when they are read.
     let is_mapped_later =
         map.is_some() && !matches!(warm_up.dataset, Some(DatasetSource::Hub(_) | DatasetSource::Mapped(_)));
-    let place = Place { answers: true, ..Place::new(AT, chat_default) };
+    let place = Place { answers: true, ..Place::new(AT, chat_default, use_of_hub) };
     let found = Prompts::find(state, caller, warm_up.dataset.as_mut(), &place, errors).await?;
     let rows = match found {
-        Some(rows) if is_mapped_later => rows,
+        Some(rows) if is_mapped_later && !rows.facts.is_pending => rows,
         found => return Ok(found),
     };
     let recipe = Recipe { map, ..Recipe::default() };
@@ -46,6 +48,11 @@ pub(super) fn measure(
     stop: &AtomicBool,
     found: &mut Found<'_>,
 ) -> std::io::Result<()> {
+    found.warnings.extend(rows.renamed.iter().map(|(at, name)| renamed(at, name)));
+    if rows.facts.is_pending {
+        found.warnings.push(not_downloaded(AT));
+        return Ok(());
+    }
     let Model { text, facts: model, kwargs } = *model;
     let mut count = rows.facts.num_rows <= MAX_COUNTED_ROWS;
     let (mut has_chat, mut lengths, mut failures) = (false, PromptLengths::default(), Vec::new());

@@ -224,7 +224,7 @@ pub(in crate::http) async fn register(
     let id = id.unwrap_or_else(|| repo.to_string());
     if let Some(row) = known(state, caller, &id, repo).await? {
         if row.state == "downloading" {
-            state.downloads.start(client(state, caller).await?, &row, describe);
+            state.downloads.start_model(client(state, caller).await?, &row, describe);
         }
         return Ok((row, false));
     }
@@ -239,7 +239,7 @@ pub(in crate::http) async fn register(
     };
     drop(admission);
     if !is_here {
-        state.downloads.start(client(state, caller).await?, &row, describe);
+        state.downloads.start_model(client(state, caller).await?, &row, describe);
     }
     Ok((row, is_new))
 }
@@ -268,7 +268,7 @@ pub async fn resume(state: &AppState) -> Result<(), Problem> {
         let token = state.config.hub.environment.token.clone();
         if row.is_shared() || (row.owner.is_empty() && token.is_some()) {
             let client = build(state, token).await?;
-            state.downloads.start(client, &row, describe);
+            state.downloads.start_model(client, &row, describe);
             continue;
         }
         let problem = "the server was restarted and does not store the token of a request: send POST /models with \

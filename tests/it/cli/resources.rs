@@ -39,6 +39,14 @@ async fn a_token_of_the_hub_is_sent_from_the_variable_or_the_flag() {
     assert!(!format!("{with_flag:?}").contains(TOKEN));
     let id = with_flag.ok();
     user.run(&["models", "remove", id.trim()]).ok();
+    // The user's own token is sent only where the user asks for it.
+    user.run(&[&add[..], &["--hf-token"]].concat()).failed(2, "no token found");
+    user.variables.push(("HF_TOKEN".to_owned(), TOKEN.to_owned()));
+    user.run(&add).failed(2, "gated");
+    let with_own = user.run(&[&add[..], &["--hf-token"]].concat());
+    assert!(!format!("{with_own:?}").contains(TOKEN));
+    user.run(&["models", "remove", with_own.ok().trim()]).ok();
+    user.variables.pop();
     user.variables.push(("RLOOD_HUB_TOKEN".to_owned(), TOKEN.to_owned()));
     user.run(&add).ok();
     assert!(

@@ -8,6 +8,7 @@ use rlood_types::id::DatasetId;
 use rlood_types::spec::format::Format;
 use serde_json::{Value, json};
 
+use crate::commands::models::state;
 use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::follow::text;
@@ -163,7 +164,7 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
     for dataset in &listing.items {
         table.row([
             shown(&dataset["id"]),
-            shown(&dataset["num_rows"]),
+            if dataset["bytes_total"].is_u64() { state(dataset) } else { shown(&dataset["num_rows"]) },
             format_bytes(dataset["size_bytes"].as_u64().unwrap_or(0)),
             format_age(&dataset["created_at"]),
             shown(&dataset["name"]),
@@ -217,6 +218,12 @@ fn show(context: &Context, dataset: &Value) -> Result<(), CliError> {
     let line = |label: &str, value: String| context.out.line(format!("{label:<12} {value}"));
     line("dataset", shown(&dataset["id"]))?;
     line("name", shown(&dataset["name"]))?;
+    if dataset["bytes_total"].is_u64() {
+        line("state", state(dataset))?;
+    }
+    if dataset["problem"].is_string() {
+        line("problem", shown(&dataset["problem"]))?;
+    }
     line("rows", shown(&dataset["num_rows"]))?;
     line("size", format_bytes(dataset["size_bytes"].as_u64().unwrap_or(0)))?;
     let columns = dataset["columns"].as_array().into_iter().flatten().map(shown);

@@ -123,7 +123,8 @@ fn count(parameters: u64) -> String {
     }
 }
 
-fn state(model: &Value) -> String {
+/// Formats the state of a model or dataset, with the progress of its download.
+pub fn state(model: &Value) -> String {
     let state = shown(&model["state"]);
     match (model["bytes_done"].as_u64(), model["bytes_total"].as_u64()) {
         (Some(done), Some(total)) if state == "downloading" && total > 0 => {

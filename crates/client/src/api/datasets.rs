@@ -37,6 +37,23 @@ pub struct Dataset {
     pub owner: String,
     /// Time at which the dataset was first uploaded.
     pub created_at: Timestamp,
+    /// State of the dataset: `ready`, `downloading` or `failed`. Until it is ready, it has no rows.
+    #[serde(default = "ready")]
+    pub state: String,
+    /// Number of bytes that the server has downloaded; `None` unless it downloads the dataset from the hub.
+    #[serde(default)]
+    pub bytes_done: Option<u64>,
+    /// Total number of bytes to download; `None` unless the server downloads the dataset from the hub.
+    #[serde(default)]
+    pub bytes_total: Option<u64>,
+    /// Why the download failed.
+    #[serde(default)]
+    pub problem: Option<String>,
+}
+
+/// The state of a dataset of a server that does not report it.
+fn ready() -> String {
+    "ready".to_owned()
 }
 
 /// Rows to upload as a dataset.
@@ -142,7 +159,7 @@ impl Client {
         self.json(call.body(upload.body().await?)).await
     }
 
-    /// Creates a dataset from one on the Hugging Face Hub.
+    /// Creates a dataset from one on the Hugging Face Hub. If its download takes longer than the request, its state is `downloading`.
     ///
     /// # Errors
     /// Fails with `invalid_dataset` if the dataset cannot be found or mapped, `hub_unreachable`, or with any other [`Error`].

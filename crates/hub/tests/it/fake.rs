@@ -51,6 +51,8 @@ pub struct Faults {
     pub damaged: AtomicU32,
     /// The last byte is always wrong.
     pub damaged_at_end: bool,
+    /// All files are in git itself: the Hub announces only their git hash, and sends them without its CDN.
+    pub in_git: bool,
     /// The CDN sends one byte more than announced, this many times.
     pub longer: AtomicU32,
     /// The Hub answers 429 with `t=0`, this many times.
@@ -227,9 +229,9 @@ pub fn git_sha1(bytes: &[u8]) -> String {
     hex::encode(Sha1::new().chain_update(format!("blob {}\0", bytes.len())).chain_update(bytes).finalize())
 }
 
-fn sibling(path: &str, bytes: &[u8]) -> Value {
+fn sibling(path: &str, bytes: &[u8], in_git: bool) -> Value {
     let mut sibling = json!({"rfilename": path, "blobId": git_sha1(bytes), "size": bytes.len()});
-    if bytes.len() > SMALL {
+    if bytes.len() > SMALL && !in_git {
         sibling["lfs"] = json!({"sha256": Sha256Digest::of(bytes), "size": bytes.len(), "pointerSize": 134});
     }
     sibling
@@ -285,9 +287,13 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     let Some(path) = fake.files_of(folder).get(path).copied() else { return error(404, "EntryNotFound") };
     let bytes = &fake.files[path];
     let commit = if fake.faults.moved { "f".repeat(40) } else { commit.to_owned() };
-    if bytes.len() <= SMALL {
+    if bytes.len() <= SMALL || fake.faults.in_git {
+        let is_damaged = bytes.len() > SMALL && take(&fake.faults.damaged);
         let headers = [("etag", format!("\"{}\"", git_sha1(bytes))), ("x-repo-commit", commit)];
-        let body = if request.method() == Method::HEAD { Vec::new() } else { bytes.clone() };
+        let mut body = if request.method() == Method::HEAD { Vec::new() } else { bytes.clone() };
+        if let Some(first) = body.first_mut().filter(|_| is_damaged) {
+            *first ^= 1;
+        }
         let length = [(header::CONTENT_LENGTH, bytes.len().to_string())];
         return (headers, length, Body::from(body)).into_response();
     }
@@ -323,7 +329,7 @@ fn describe(fake: &Fake, repo: &str, rest: &str) -> Response {
         return error(404, "RevisionNotFound");
     };
     let files = fake.files_of(folder).into_iter().filter(|(path, _)| path.starts_with(CONVERTED) == is_converted);
-    let siblings: Vec<Value> = files.map(|(path, name)| sibling(path, &fake.files[name])).collect();
+    let siblings: Vec<Value> = files.map(|(path, name)| sibling(path, &fake.files[name], fake.faults.in_git)).collect();
     description(repo, commit, &siblings, gated)
 }
 

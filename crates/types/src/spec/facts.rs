@@ -36,6 +36,11 @@ pub struct Context {
 }
 
 impl Context {
+    /// Whether rows of a dataset are still downloaded, so that the plan is provisional.
+    pub fn is_pending(&self) -> bool {
+        self.datasets().map(|(facts, _)| facts).chain(&self.warm_up_dataset).any(|facts| facts.is_pending)
+    }
+
     /// Returns each dataset whose facts are known, with the JSON pointer to the dataset in the job.
     pub(super) fn datasets(&self) -> impl Iterator<Item = (&DatasetFacts, &'static str)> {
         let named = [
@@ -128,7 +133,14 @@ pub struct DatasetFacts {
     pub prompt_keys: Option<Vec<PromptKey>>,
     /// The sources of the dataset's rows, if there are several.
     pub sources: Vec<SourceFacts>,
+    /// Whether rows are still downloaded: then `num_rows` is an estimate, and not all columns are known.
+    pub is_pending: bool,
 }
+
+/// Estimated size of a row that is not downloaded yet, in bytes.
+const ESTIMATED_ROW_BYTES: u64 = 512;
+/// Smallest estimated number of rows, so that no dataset is refused as too small before its rows are known.
+const FEWEST_ESTIMATED_ROWS: u64 = 1 << 20;
 
 /// One of several sources of a dataset.
 #[derive(Debug, Clone)]
@@ -143,7 +155,8 @@ impl DatasetFacts {
     /// Returns the dataset as it is stored in a plan.
     pub(super) fn plan(&self) -> DatasetPlan {
         let sources = self.sources.iter().map(|source| source.plan.clone()).collect();
-        DatasetPlan { sources, ..DatasetPlan::new(self.id, self.sha256.clone(), self.num_rows) }
+        let num_rows = if self.is_pending { 0 } else { self.num_rows };
+        DatasetPlan { sources, ..DatasetPlan::new(self.id, self.sha256.clone(), num_rows) }
     }
 
     /// Creates the facts of a dataset with rows in a file.
@@ -158,7 +171,15 @@ impl DatasetFacts {
             prompt_lengths: None,
             prompt_keys: None,
             sources,
+            is_pending: false,
         }
+    }
+
+    /// Creates the facts of a dataset whose files, of this size in bytes, are still downloaded.
+    pub fn pending(id: DatasetId, bytes_total: u64, limit: Option<u64>) -> Self {
+        let estimate = (bytes_total / ESTIMATED_ROW_BYTES).max(FEWEST_ESTIMATED_ROWS);
+        let num_rows = limit.map_or(estimate, |limit| limit.min(estimate));
+        Self { is_pending: true, ..Self::of_file(id, String::new(), num_rows, Vec::new()) }
     }
 
     /// Creates the facts of several sources, one after another, with their columns.
@@ -171,9 +192,14 @@ impl DatasetFacts {
         }
         let num_rows = sources.iter().map(|(plan, _)| plan.num_rows).sum();
         let has_chat_prompts = sources.iter().any(|(_, facts)| facts.has_chat_prompts);
-        let source = |(plan, facts): (SourcePlan, DatasetFacts)| SourceFacts { plan, columns: Some(facts.columns) };
+        let is_pending = sources.iter().any(|(_, facts)| facts.is_pending);
+        let source = |(plan, facts): (SourcePlan, DatasetFacts)| SourceFacts {
+            plan,
+            columns: Some(facts.columns).filter(|_| !facts.is_pending),
+        };
         let sources = sources.into_iter().map(source).collect();
-        Self { has_chat_prompts, sources, ..Self::of_file(DatasetId::new(), String::new(), num_rows, columns) }
+        let facts = Self::of_file(DatasetId::new(), String::new(), num_rows, columns);
+        Self { has_chat_prompts, sources, is_pending, ..facts }
     }
 
     /// Creates the facts of rows that were sent with the job and are not stored yet.

@@ -225,7 +225,7 @@ fn check_dataset(
     if !inline && facts.num_rows == 0 {
         errors.push(FieldError::new(at, "empty_dataset", "the dataset is empty: it needs at least one row"));
     }
-    if !inline && !facts.columns.iter().any(|column| column == "prompt") {
+    if !inline && !facts.is_pending && !facts.columns.iter().any(|column| column == "prompt") {
         let detail = format!("the dataset has no column 'prompt', only: {}", facts.columns.join(", "));
         errors.push(FieldError::new(at, "missing_column", detail));
     }
@@ -266,7 +266,11 @@ fn check_dataset(
         let judged = facts.sources.iter().filter(|source| reward.judges(&source.plan.name));
         let judged: Vec<_> =
             judged.filter_map(|source| Some((Some(&source.plan.name), source.columns.as_ref()?))).collect();
-        let judged = if facts.sources.is_empty() { vec![(None, &facts.columns)] } else { judged };
+        let judged = match facts.sources.is_empty() {
+            true if facts.is_pending => Vec::new(),
+            true => vec![(None, &facts.columns)],
+            false => judged,
+        };
         for (field, column) in reward.kind.columns() {
             let lacks = judged.iter().find(|(_, columns)| !columns.iter().any(|known| known == column));
             let Some((source, columns)) = lacks.filter(|_| !column.is_empty()) else { continue };

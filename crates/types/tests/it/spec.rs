@@ -47,6 +47,7 @@ fn dataset(num_rows: u64) -> DatasetFacts {
         prompt_lengths: Some(PromptLengths { longest: 100, longest_row: 3, too_long: 0 }),
         prompt_keys: None,
         sources: Vec::new(),
+        is_pending: false,
     }
 }
 
