@@ -65,7 +65,7 @@ async fn the_database_refuses_rows_that_contradict_themselves() {
     }
     let born = format!(
         "INSERT INTO jobs SELECT '{}', name, 'cancelled', NULL, NULL, NULL, 0, 99, 0, 0, NULL, NULL, NULL, 0, 1, NULL, model, \
-         spec, plan, secrets, metadata, NULL, NULL, 1, 0, NULL, 5, NULL, owner, NULL, NULL, NULL, 0, 0, NULL FROM jobs",
+         spec, plan, secrets, metadata, NULL, NULL, 1, 0, NULL, 5, NULL, owner, NULL, NULL, NULL, 0, 0, NULL, 0 FROM jobs",
         JobId::new()
     );
     let error = setting.sql(&born).await.unwrap_err().to_string();
