@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use super::super::job_models::unchanged;
 use super::super::tasks::{self, Work};
 use super::super::{AppState, python_rewards, reach};
-use super::sampling::{Compared, Row, Unanswered};
+use super::sampling::{Compared, Row, Unanswered, failed};
 use crate::error_text::with_causes;
 use crate::files::DataDir;
 use crate::one_shot::{ChildLine, OneShotError};
@@ -45,10 +45,6 @@ impl Work for Judging {
             None => None,
         })
     }
-}
-
-pub(super) fn failed(code: &str, message: impl Into<String>) -> VerdictError {
-    VerdictError { code: code.to_owned(), message: message.into() }
 }
 
 /// Samples both models and runs the process that judges them; returns its report, or `None` when the server stops.

@@ -8,7 +8,6 @@ use serde_json::{Map, Value};
 use super::super::generate::request;
 use super::super::v1::{self, Chosen, Facts};
 use super::super::{AppState, error::Problem};
-use super::judging::failed;
 use crate::error_text::with_causes;
 use crate::modelcard::text::{Prompt, TextError};
 use crate::serving::{ServedModel, ServedPurpose, ServedRequest, ServingError};
@@ -22,6 +21,10 @@ pub(super) type Row = (u64, Map<String, Value>);
 
 /// Number of prompts between two reports of the progress.
 const PROGRESS_PROMPTS: usize = 32;
+
+pub(super) fn failed(code: &str, message: impl Into<String>) -> VerdictError {
+    VerdictError { code: code.to_owned(), message: message.into() }
+}
 
 /// Why no row was judged.
 pub(super) enum Unanswered {
