@@ -131,7 +131,7 @@ pub struct Borrower {
 }
 
 impl Borrower {
-    /// Opens the file.
+    /// Opens the file of lent cores.
     ///
     /// # Errors
     /// Fails if the file cannot be created or mapped.

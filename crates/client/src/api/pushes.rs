@@ -23,7 +23,7 @@ pub struct Push {
     pub checkpoint_id: CheckpointId,
     /// Step of the checkpoint.
     pub step: u64,
-    /// The repository, `org/name`.
+    /// The repository on the hub, `org/name`.
     pub repo: String,
     /// The branch that gets the commit.
     pub revision: String,
