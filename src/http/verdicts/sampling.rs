@@ -138,7 +138,7 @@ fn tokenize(facts: &Arc<Facts>, plan: &Plan, sets: [(RowSet, Vec<Row>); 2]) -> R
             let invalid = |why: String| failed("prompts_invalid", format!("row {row} of the dataset {why}"));
             let value = columns.shift_remove("prompt").ok_or_else(|| invalid("has no prompt".to_owned()))?;
             let unusable = |error: TextError| invalid(format!("has an unusable prompt: {}", with_causes(&error)));
-            let prompt = Prompt::from_value(&value).map_err(|error| unusable(error.into()))?;
+            let prompt = Prompt::from_value(&value).map_err(unusable)?;
             let ids = facts.text.prompt_ids(&prompt, kwargs).map_err(unusable)?;
             let (text, messages) = match prompt {
                 Prompt::Text(text) => (text, None),
