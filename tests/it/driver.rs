@@ -67,7 +67,7 @@ async fn a_gpu_that_fails_ends_its_worker_and_the_next_one_goes_on_to_the_same_a
     let change = |spec: &mut Value| spec["checkpoints"]["every_steps"] = json!(1);
     let undisturbed = run(&driver, &[], change).await;
     // The failures occur in a process's second or third step, so that each process gets one checkpoint further.
-    for failure in ["cuLaunchKernel:900:719", "cuGraphLaunch:15:700", "cuEventSynchronize:50:700"] {
+    for failure in ["cuLaunchKernel:1900:719", "cuGraphLaunch:15:700", "cuEventSynchronize:50:700"] {
         let disturbed = run(&driver, &[("RLOOD_FAKE_CUDA_FAIL", failure)], change).await;
         assert!(disturbed.view["attempt"].as_u64() > Some(1), "{failure}: {}", disturbed.view);
         assert!(disturbed.adapter == undisturbed.adapter, "{failure}");
