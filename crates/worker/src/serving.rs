@@ -6,6 +6,7 @@ mod models;
 mod share;
 
 use std::io::{BufRead, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
@@ -42,14 +43,16 @@ pub fn run(args: &ServingArgs) -> Result<ExitCode, OneShotError> {
     read_lines(sender.clone()).map_err(failed("cannot start the thread that reads standard input"))?;
     let models = Models::new(backend, args.memory_limit, args.max_rows, sender);
     let threads = args.threads.unwrap_or_else(machine_threads) as usize;
-    let share = match &args.lending {
-        Some(path) => {
-            Some(Share::open(path, threads, args.share).map_err(failed("cannot open the file of lent cores"))?)
-        }
-        None => None,
-    };
+    let share = args.lending.as_deref().and_then(|path| share_cores(path, threads, args.share));
     Process { models, share, messages, reported: ServingState::default(), reported_at: Instant::now() }.run()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Opens the file of lent cores. Without it, training and serving only compete for the cores.
+fn share_cores(path: &Path, threads: usize, share: f64) -> Option<Share> {
+    Share::open(path, threads, share)
+        .inspect_err(|error| tracing::warn!(%error, path = %path.display(), "cannot borrow cores from workers"))
+        .ok()
 }
 
 /// Starts the thread that forwards lines from standard input, and ends the process when the server is gone.
