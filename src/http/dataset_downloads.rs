@@ -220,7 +220,7 @@ pub(super) fn not_stored(row: &DatasetDownloadRow) -> String {
     match &row.problem {
         Some(problem) => {
             format!(
-                "the dataset '{}' could not be downloaded: {problem}; correct this, then send POST /datasets again",
+                "the dataset '{}' could not be imported from the hub: {problem}; correct this, then send POST /datasets again",
                 row.id
             )
         }

@@ -377,7 +377,7 @@ async fn a_job_names_a_data_set_of_the_hub() {
         let rows = source["limit"].as_u64().unwrap_or(2);
         assert_eq!(dataset["num_rows"], rows, "{source}: {dataset}");
     }
-    // A renamed repository is told in a validation, and in the events of the job.
+    // A validation and the events of the job report a renamed repository.
     let mut renamed = wanted.clone();
     renamed["dataset"]["hub"] = json!(OLD_DATASET);
     let is_renamed = |list: &Value, at: &str| {

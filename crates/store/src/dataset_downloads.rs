@@ -125,7 +125,7 @@ impl Store {
         row.as_ref().map(DatasetDownloadRow::read).transpose()
     }
 
-    /// Returns one download; `None` if the dataset is stored under this id, or there is none.
+    /// Returns a download; `None` if no download has this id, or the dataset is already stored under it.
     pub async fn dataset_download_get(&self, id: DatasetId) -> Result<Option<DatasetDownloadRow>, StoreError> {
         let row = sqlx::query("SELECT * FROM dataset_downloads WHERE id = ?").bind(id.to_string());
         let row = row.fetch_optional(&self.readers).await.doing("read the download of a dataset")?;
@@ -209,7 +209,7 @@ impl Store {
         }
         let waiting = jobs_waiting_for(&mut tx, id).await?;
         for job in &waiting {
-            let message = format!("the dataset '{id}' could not be downloaded: {problem}");
+            let message = format!("the dataset '{id}' could not be imported from the hub: {problem}");
             let suggestion = "fix this problem, then submit the job again";
             job_fail(&mut tx, job, failure("dataset_download_failed", message, suggestion), now).await?;
         }

@@ -96,7 +96,7 @@ pub struct ServedRequest {
     pub logit_bias: Vec<(u32, f32)>,
     /// Random seed: the same seed gives the same answer, whatever else the process computes.
     pub seed: u64,
-    /// What the answers are for, which is part of their random numbers.
+    /// The purpose of the answers, which is part of the key of their random numbers.
     #[serde(default)]
     pub purpose: ServedPurpose,
     /// Strings that end an answer.
@@ -144,7 +144,7 @@ impl Default for ServedRequest {
     }
 }
 
-/// What the answers to a request are for. Different purposes have different random numbers.
+/// The purpose of the answers to a request. Each purpose has its own random numbers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ServedPurpose {

@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 use crate::engine::backend::cpu::Cpu;
 use crate::engine::kernels::lending::Borrower;
 
-/// What serving uses above its share before it rests, in seconds of each of its cores. The shorter, the more often cores change
-/// their owner; the longer, the less evenly answers flow.
+/// Serving rests after it used this much more than its share, in seconds for each of its cores. A shorter time moves cores between
+/// the processes more often; a longer one makes streams of answers less even.
 const SLICE_S: f64 = 0.05;
-/// What lending costs training beyond the time of the cores: memory is shared, and caches are cold afterwards. Measured.
+/// Factor on the time of lent cores: training loses more than that time, because both share the memory and its caches are cold
+/// afterwards. Measured with the model `small` on two cores.
 const OVERHEAD: f64 = 1.07;
 /// Longest pause before the process looks again whether it may compute.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -37,8 +38,9 @@ pub struct Share {
     borrows: bool,
 }
 
-/// What was used above the share, in seconds of a core.
+/// Time of cores that serving used beyond its share.
 struct Used {
+    /// Seconds of one core; negative = serving may still use them.
     seconds: f64,
     at: Instant,
 }
