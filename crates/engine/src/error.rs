@@ -90,6 +90,18 @@ pub enum EngineError {
         /// The job setting that the user should change.
         fix: String,
     },
+    /// The log-probs of the rollout servers differ too much from those of the trained model.
+    #[error(
+        "the log-probs of the rollout servers differ from those of the trained model by {kl:.2e} nats per token at step {step} (limit {limit})"
+    )]
+    RolloutMismatch {
+        /// The optimizer step that trained on the servers' completions.
+        step: u64,
+        /// The measured mismatch, `sampling/mismatch_kl`.
+        kl: f64,
+        /// The largest mismatch that the job's correction accepts.
+        limit: f64,
+    },
     /// A checkpoint is damaged, or belongs to another run.
     #[error("the checkpoint cannot be used: {0}")]
     Checkpoint(String),
@@ -122,6 +134,7 @@ impl EngineError {
             | EngineError::ModelNotFinite { .. }
             | EngineError::StateNotFinite { .. }
             | EngineError::Alert { .. }
+            | EngineError::RolloutMismatch { .. }
             | EngineError::NonFinite { .. } => FailureClass::User,
             EngineError::Host(failure) => match failure.class {
                 job::FailureClass::User => FailureClass::User,

@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+pub use super::elsewhere::{ExportedAdapter, SamplePrompt, SampleRequest};
 use super::error::EngineError;
 use crate::event::{Event, Metrics};
 use crate::job::Failure;
 use crate::protocol::FileEntry;
 pub use rlood_types::rollout::{
-    RewardSample, RewardValue, RolloutCompletion, RolloutId, RolloutPart, SampledGroup, Score,
+    Generated, RewardSample, RewardValue, RolloutCompletion, RolloutId, RolloutPart, SampledGroup, Score,
 };
 
 /// The services that a run needs from its host. The engine's thread makes all calls, one at a time and in order.
@@ -44,6 +45,13 @@ pub trait Host {
     /// for groups from [`Host::recorded`].
     fn sampled(&mut self, _id: RolloutId, _groups: &[SampledGroup]) -> Result<(), RunEnd> {
         Ok(())
+    }
+
+    /// Samples completions on rollout servers: for each prompt, in order, as many as requested. Called instead of the engine's own
+    /// sampler in jobs whose plan has a rollout section. Blocks until all are there; returns [`RunEnd::Stopped`] if a stop arrived
+    /// meanwhile.
+    fn sample(&mut self, _request: &SampleRequest<'_>) -> Result<Vec<Vec<Generated>>, RunEnd> {
+        Err(RunEnd::Failed(EngineError::Input("this host has no rollout servers".to_owned())))
     }
 
     /// Whether to write a checkpoint after this step although the plan does not ask for one (because the

@@ -8,6 +8,7 @@ pub mod kl;
 pub mod surrogate;
 
 use self::kl::KlPenalty;
+use super::mismatch::ImportanceWeight;
 use crate::spec::{KlIn, Loss, Plan};
 
 /// One trajectory (prompt and completion) in the training forward. Only model tokens have entries: context tokens are
@@ -25,6 +26,15 @@ pub struct LossRow<'a> {
     pub included: bool,
     /// The advantage of the completion or of its tokens.
     pub advantage: RowAdvantage<'a>,
+    /// The importance weight of a completion from a rollout server; `None` = 1. It multiplies the terms of the policy loss, not those
+    /// of the KL penalty.
+    pub weight: Option<&'a ImportanceWeight>,
+}
+
+impl LossRow<'_> {
+    fn token_weight(&self, token: usize) -> f64 {
+        self.weight.map_or(1.0, |weight| weight.of_token(token))
+    }
 }
 
 /// One advantage for all tokens of the completion.

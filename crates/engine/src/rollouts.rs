@@ -1,10 +1,12 @@
 //! Completions of the current policy: sampled, or read from the host's journal, and scored by the rewards.
 
 use std::num::NonZeroUsize;
+use std::path::Path;
 use std::time::Instant;
 
 use rlood_types::rollout::RewardSample;
 
+use super::elsewhere;
 use super::error::EngineError;
 use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
 use super::host::{
@@ -24,6 +26,8 @@ use crate::spec::{Estimator, Plan};
 
 /// Number of evaluation prompts that are sampled and recorded together on a CPU.
 const EVALUATION_BATCH: usize = 64;
+/// The same on rollout servers, which sample many prompts at a time.
+const SERVER_EVALUATION_BATCH: usize = 512;
 
 /// Samples completions and requests their scores.
 pub(super) struct Rollouts<'r> {
@@ -33,6 +37,8 @@ pub(super) struct Rollouts<'r> {
     pub data: &'r Data,
     pub seconds: &'r mut StepSeconds,
     pub steps_done: u64,
+    /// Directory in which the adapter is exported for rollout servers.
+    pub scratch_dir: &'r Path,
 }
 
 impl Rollouts<'_> {
@@ -150,6 +156,9 @@ impl Rollouts<'_> {
     /// Number of evaluation prompts per batch: large enough that little time is lost while the last completions
     /// of a batch end.
     fn evaluation_batch(&self, rows: &[u64]) -> usize {
+        if self.plan.samples_elsewhere() {
+            return SERVER_EVALUATION_BATCH;
+        }
         let prompts = self.data.prompts_of(SamplePhase::Eval);
         let longest = rows.iter().map(|&row| prompts[row as usize].ids.len()).max().unwrap_or(0);
         let tokens_per_row = longest + self.plan.sampling.max_completion_length as usize;
@@ -175,13 +184,16 @@ impl Rollouts<'_> {
         if let Some(groups) = recorded.filter(|groups| self.matches_rows(id, groups, rows)) {
             return Ok(groups);
         }
-        let mut completions = loop {
-            match self.generate(id, rows, key, sampler) {
-                Err(RunEnd::Failed(error)) => {
-                    relief::halve_batches(self.model, error, self.plan, self.data, self.host)?
+        let mut completions = match self.plan.samples_elsewhere() {
+            true => elsewhere::sample(self, id, rows, key, sampler.temperature, self.num_generations(id))?,
+            false => loop {
+                match self.generate(id, rows, key, sampler) {
+                    Err(RunEnd::Failed(error)) => {
+                        relief::halve_batches(self.model, error, self.plan, self.data, self.host)?
+                    }
+                    sampled => break sampled?,
                 }
-                sampled => break sampled?,
-            }
+            },
         };
         if !id.is_trained() {
             // Only completions that are trained need their log-probs.

@@ -12,6 +12,7 @@ use super::block::Block;
 use super::certificate::{self, Certifier};
 use super::checkpoint::{self, TrainerState};
 use super::delta::DeltaNorm;
+use super::elsewhere::ExportedAdapter;
 use super::error::EngineError;
 use super::host::{Host, PromptRow, RunEnd, TrainInput};
 use super::lora::ParameterInfo;
@@ -56,6 +57,8 @@ pub(super) struct Model {
     pub micro_batching: MicroBatching,
     /// Whether the GPU once ran out of memory, so that batch sizes were halved.
     pub halved_after_oom: bool,
+    /// The adapter as rollout servers have it; None before the first request to them.
+    pub exported: Option<ExportedAdapter>,
 }
 
 /// The prompts, and which of them are trained and evaluated.
@@ -199,6 +202,7 @@ impl<'a> Run<'a> {
             data: &self.data,
             seconds: &mut self.progress.seconds,
             steps_done: self.progress.state.step,
+            scratch_dir: self.files.scratch_dir,
         }
     }
 
@@ -260,6 +264,7 @@ impl Model {
                 dropout: None,
             },
             halved_after_oom: false,
+            exported: None,
             policy,
             reference,
             optimizer,

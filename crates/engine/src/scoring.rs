@@ -45,7 +45,7 @@ impl Scorer<'_> {
         recorded: Option<Logps>,
         needs_old: bool,
     ) -> Result<BlockLogps, RunEnd> {
-        let recorded = recorded.filter(|_| self.model.samples_exactly);
+        let recorded = recorded.filter(|_| self.model.samples_exactly && !self.plan.samples_elsewhere());
         let needs_old = needs_old && recorded.is_none();
         if !needs_old && !self.plan.rloo.needs_reference() {
             return Ok(BlockLogps { old: recorded.unwrap_or_default(), reference: Vec::new() });

@@ -5,10 +5,11 @@ use std::time::Instant;
 
 use super::MAX_SKIPPED_IN_A_ROW;
 use super::ahead;
-use super::block::{Block, Logps};
+use super::block::{Block, BlockValues, Logps};
 use super::error::{EngineError, Result};
 use super::host::{Rollout, RunEnd, StepTrace};
 use super::loss::{LossConfig, LossRow, RowLoss, row_loss, total_loss};
+use super::mismatch::{ImportanceWeight, Mismatch};
 use super::model::RowScore;
 use super::optim::learning_rate;
 use super::random::{Key, Stream};
@@ -20,6 +21,7 @@ use super::scoring::BlockLogps;
 use super::update::{MicroBatching, StepGradient, step_gradient};
 use super::watch;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
+use crate::spec::Plan;
 use crate::trajectory::Trajectory;
 
 /// The outcome of an optimizer step.
@@ -150,6 +152,7 @@ fn slice_gradient(run: &Run<'_>, block: &mut Block, step: u64, slice: Range<usiz
     let denominators = block.values.denominators(slice.clone(), plan);
     let Block { rollout, values, .. } = block;
     let trajectories: Vec<Trajectory<'_>> = rollout.trajectories().skip(slice.start).take(slice.len()).collect();
+    let sampled = plan.rollout.as_ref().and_then(|_| rollout.recorded_logps()).unwrap_or_default();
     let mut losses = |batch: Range<usize>, scores: &[RowScore]| -> Vec<RowLoss> {
         let batch = slice.start + batch.start..slice.start + batch.end;
         if values.old_logps.len() < batch.end {
@@ -160,7 +163,9 @@ fn slice_gradient(run: &Run<'_>, block: &mut Block, step: u64, slice: Range<usiz
         if values.results.advantages.len() < batch.end {
             values.fill_advantages(batch.clone(), plan);
         }
-        let rows = batch.zip(scores).map(|(row, score)| LossRow {
+        let weights: Vec<_> = batch.clone().map(|row| importance_weight(plan, values, &sampled, row)).collect();
+        let rows = batch.zip(scores).zip(&weights).map(|((row, score), weight)| LossRow {
+            weight: weight.as_ref(),
             new_logps: &score.logps,
             old_logps: &values.old_logps[row],
             ref_logps: values.ref_logps.get(row).map_or(&[], Vec::as_slice),
@@ -173,6 +178,12 @@ fn slice_gradient(run: &Run<'_>, block: &mut Block, step: u64, slice: Range<usiz
     let dropout = Some(Key::new(plan.training.seed, Stream::Dropout).with(rloo_step(run, step)));
     let micro_batching = MicroBatching { dropout, ..run.model.micro_batching };
     step_gradient(&run.model.policy, &trajectories, &micro_batching, &mut losses, &stop)
+}
+
+/// The importance weight of a completion in a job with rollout servers; `None` = 1.
+fn importance_weight(plan: &Plan, values: &BlockValues, sampled: &Logps, row: usize) -> Option<ImportanceWeight> {
+    let correction = &plan.rollout.as_ref()?.correction;
+    Some(ImportanceWeight::of(correction, values.old_logps.get(row)?, sampled.get(row)?))
 }
 
 /// Log-probs of weights that were never updated belong to the base model: if they are not finite, training cannot help.
@@ -213,7 +224,9 @@ fn update_weights(
 fn finish_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) -> Result<(), RunEnd> {
     count_step(run, step, cursor, update);
     let Some(block) = &run.progress.block else { return Ok(()) };
-    let metrics = metrics(run, block, cursor, update)?;
+    let mismatch = if cursor.use_index == 0 { Mismatch::of_block(block, run.plan) } else { None };
+    let mut metrics = metrics(run, block, cursor, update)?;
+    metrics.extend(mismatch.iter().flat_map(Mismatch::metrics));
     let samples = match cursor.use_index {
         0 => Some(report::train_samples(step, block, &run.data, run.plan)?),
         _ => None,
@@ -229,6 +242,9 @@ fn finish_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) ->
         for warning in warnings.into_iter().flatten() {
             run.host.event(warning)?;
         }
+    }
+    if let (Some(mismatch), Some(rollout)) = (mismatch, &run.plan.rollout) {
+        mismatch.check(&rollout.correction, step)?;
     }
     let state = &run.progress.state;
     if !update.is_finite() {

@@ -27,6 +27,7 @@
 //! | `entropy_collapse` | 5 | `entropy` < 0.02 nats, or < 0.1 and a tenth of the first five; position < 0.9, not rising | ≥ 0.05, or position ≥ 0.9 | recorded runs |
 //! | `slow_reward` | 5 | rewards take > half of the step and > 1 s | < 30 % | rloo.md |
 //! | `non_finite` | 1 | an update was skipped | 10 steps without | rloo.md |
+//! | `rollout_mismatch` | 3 | `sampling/mismatch_kl` > 0.01 nats per token (jobs with rollout servers) | < 0.005 | start values of the measurements with vLLM on a CPU |
 //! | `many_restarts` | 10 ends | ten more attempts ended before the job was over ([`restarts`]: raised by the server, from no metric) | never | – |
 
 use std::collections::BTreeMap;

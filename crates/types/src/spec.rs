@@ -26,6 +26,7 @@ mod reader;
 mod resolve;
 mod rewards;
 mod rloo;
+mod rollouts;
 mod schema;
 mod secrets;
 mod sections;

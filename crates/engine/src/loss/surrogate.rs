@@ -2,7 +2,7 @@
 //! geometric mean over the tokens, or the ratio of each token. The clip is PPO's (Schulman et al. 2017, arXiv
 //! 1707.06347), its two bounds are DAPO's (Yu et al. 2025, arXiv 2503.14476).
 
-use super::{LossConfig, LossRow, RowLoss};
+use super::{ImportanceWeight, LossConfig, LossRow, RowLoss};
 
 /// Sequence ratio ρ = exp(Σ_t (new − old)), not divided by the length: the whole completion is one action. Ahmadian et
 /// al. 2024 (arXiv 2402.14740); TRL's RLOOTrainer.
@@ -27,8 +27,9 @@ pub fn tokens(row: &LossRow<'_>, config: &LossConfig) -> RowLoss {
     for (token, (&new, &old)) in row.new_logps.iter().zip(row.old_logps).enumerate() {
         let ratio = (f64::from(new) - f64::from(old)).exp();
         let term = clipped(ratio, row.advantage.of_token(token), config);
-        loss.loss += term.loss;
-        loss.gradient[token] = term.slope;
+        let weight = row.token_weight(token);
+        loss.loss += weighted(weight, term.loss);
+        loss.gradient[token] = weighted(weight, term.slope);
         loss.num_ratios += 1;
         loss.clipped_low += usize::from(term.clipped_low);
         loss.clipped_high += usize::from(term.clipped_high);
@@ -42,12 +43,14 @@ fn whole(row: &LossRow<'_>, config: &LossConfig, scale: f64) -> RowLoss {
     let mut loss = empty(row);
     loss.ratio = (scale * (loss.new_logp - loss.old_logp)).exp();
     let term = clipped(loss.ratio, row.advantage.of_sequence(), config);
-    loss.loss = term.loss;
+    loss.loss = weighted(row.weight.map_or(1.0, ImportanceWeight::mean), term.loss);
     loss.num_ratios = 1;
     loss.clipped_low = usize::from(term.clipped_low);
     loss.clipped_high = usize::from(term.clipped_high);
     if row.included {
-        loss.gradient.fill(scale * term.slope);
+        for (token, entry) in loss.gradient.iter_mut().enumerate() {
+            *entry = weighted(row.token_weight(token), scale * term.slope);
+        }
     }
     loss
 }
@@ -92,6 +95,11 @@ fn clipped(ratio: f64, advantage: f64, config: &LossConfig) -> Term {
     let loss = if advantage == 0.0 && !ratio.is_nan() { 0.0 } else { -smaller(ratio * advantage, clip * advantage) };
     let slope = if advantage != 0.0 && !clipped_low && !clipped_high { -advantage * ratio } else { 0.0 };
     Term { loss, slope, clipped_low, clipped_high }
+}
+
+/// Multiplies a term by its importance weight. A masked term is 0, also if it has overflowed.
+fn weighted(weight: f64, term: f64) -> f64 {
+    if weight == 0.0 { 0.0 } else { weight * term }
 }
 
 /// The smaller of two numbers, or NaN if either is NaN (like torch.min; `f64::min` drops NaN).

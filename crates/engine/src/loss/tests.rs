@@ -7,7 +7,8 @@ const STEP: Denominators = Denominators { completions: 4, tokens: 11, max_comple
 
 fn loss(new: f32, advantage: f64) -> RowLoss {
     let advantage = RowAdvantage::Sequence(advantage);
-    let row = LossRow { new_logps: &[new], old_logps: &[-1.0], ref_logps: &[], included: true, advantage };
+    let row =
+        LossRow { new_logps: &[new], old_logps: &[-1.0], ref_logps: &[], included: true, advantage, weight: None };
     row_loss(&row, &CONFIG, &STEP)
 }
 
@@ -57,8 +58,14 @@ fn the_gradient_of_every_loss_and_kl_estimator_is_that_of_finite_differences() {
                     continue;
                 }
                 let at = |new: [f32; 4]| {
-                    let row =
-                        LossRow { new_logps: &new, old_logps: &old, ref_logps: &reference, included: true, advantage };
+                    let row = LossRow {
+                        new_logps: &new,
+                        old_logps: &old,
+                        ref_logps: &reference,
+                        included: true,
+                        advantage,
+                        weight: None,
+                    };
                     row_loss(&row, &config, &STEP)
                 };
                 for token in 0..4 {
@@ -95,7 +102,14 @@ fn a_kl_penalty_pulls_towards_the_reference_and_vanishes_at_it() {
 fn a_masked_row_has_no_gradient_whatever_the_loss() {
     for config in configs() {
         let advantage = RowAdvantage::Sequence(2.0);
-        let row = LossRow { new_logps: &[-5.0], old_logps: &[-1.0], ref_logps: &[-2.0], included: false, advantage };
+        let row = LossRow {
+            new_logps: &[-5.0],
+            old_logps: &[-1.0],
+            ref_logps: &[-2.0],
+            included: false,
+            advantage,
+            weight: None,
+        };
         let result = row_loss(&row, &config, &STEP);
         assert_eq!((result.ratio, result.gradient), (1.0, vec![0.0]), "{config:?}");
         let of_sequence = matches!(config.loss, Loss::Sequence | Loss::Gspo);
@@ -113,6 +127,7 @@ fn a_nan_log_prob_reaches_every_loss() {
                 ref_logps: &[-1.0, -1.0],
                 included: true,
                 advantage,
+                weight: None,
             };
             assert!(row_loss(&row, &config, &STEP).loss.is_nan(), "{config:?}");
         }
@@ -125,7 +140,8 @@ fn on_policy_all_losses_push_the_same_way() {
     let logps = [-1.0f32, -0.5, -2.0];
     for loss in LOSSES {
         let advantage = RowAdvantage::Sequence(2.0);
-        let row = LossRow { new_logps: &logps, old_logps: &logps, ref_logps: &[], included: true, advantage };
+        let row =
+            LossRow { new_logps: &logps, old_logps: &logps, ref_logps: &[], included: true, advantage, weight: None };
         let result = row_loss(&row, &LossConfig { loss, ..CONFIG }, &STEP);
         // −A divided by: completions, all tokens, completions · own tokens, completions · limit; gspo distributes
         // it over the tokens.
@@ -146,7 +162,7 @@ fn clipped_ratios_are_counted_by_token_or_by_sequence() {
     let (old, new) = ([-2.0f32; 3], [-1.0f32, -1.0, -3.0]);
     let counts = |loss, advantage: f64| {
         let advantage = RowAdvantage::Sequence(advantage);
-        let row = LossRow { new_logps: &new, old_logps: &old, ref_logps: &[], included: true, advantage };
+        let row = LossRow { new_logps: &new, old_logps: &old, ref_logps: &[], included: true, advantage, weight: None };
         let result = row_loss(&row, &LossConfig { loss, ..CONFIG }, &STEP);
         (result.num_ratios, result.clipped_low, result.clipped_high)
     };

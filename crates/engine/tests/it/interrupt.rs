@@ -5,11 +5,14 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use rlood_engine::error::EngineError;
-use rlood_engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason};
+use rlood_engine::host::{Generated, Host, RunEnd, SampleRequest, SavedCheckpoint, Score, ScoreRequest, StopReason};
 use rlood_types::event::{Event, Metrics, Sample, SamplePhase};
-use rlood_types::rollout::{RewardSample, RolloutId, SampledGroup};
-use rlood_types::spec::{Estimator, EvalPlan, LrSchedulerType, OptimizerKind, Plan, RewardNormalization};
+use rlood_types::rollout::{RewardSample, RolloutId, SampledGroup, Segments};
+use rlood_types::spec::{
+    CorrectionMode, Estimator, EvalPlan, LrSchedulerType, OptimizerKind, Plan, RewardNormalization,
+};
 
+use crate::servers;
 use crate::train::{Start, TestHost, comparable, plan, rows, train};
 
 /// A checkpoint every third step, so that most interruptions have steps to repeat.
@@ -54,6 +57,22 @@ fn runs() -> Vec<(&'static str, Plan)> {
                 if let Some(lora) = &mut plan.lora {
                     lora.dropout = 0.2;
                 }
+            }),
+        ),
+        (
+            "completions of rollout servers, corrected",
+            with(|plan| {
+                plan.rollout = Some(servers::rollout(CorrectionMode::SequenceTruncate));
+                plan.rloo.num_iterations = 2;
+                plan.rloo.steps_per_generation = 2;
+                plan.training.max_steps = 6;
+            }),
+        ),
+        (
+            "the next block sampled on rollout servers while rewards are outstanding",
+            with(|plan| {
+                plan.rollout = Some(servers::rollout(CorrectionMode::TokenMask));
+                plan.rloo.overlap = true;
             }),
         ),
         (
@@ -179,6 +198,18 @@ impl Host for Machine {
     fn recorded(&mut self, id: RolloutId) -> Result<Option<Vec<SampledGroup>>, RunEnd> {
         self.alive()?;
         Ok(self.sampled.get(&id).cloned())
+    }
+
+    fn sample(&mut self, request: &SampleRequest<'_>) -> Result<Vec<Vec<Generated>>, RunEnd> {
+        self.alive()?;
+        // A server whose log-probs differ from the engine's, so that the correction matters.
+        let mut groups = servers::serve(request);
+        for completion in groups.iter_mut().flatten() {
+            let logps = completion.segments.logps().unwrap().iter().map(|logp| logp - 0.03 * logp.fract()).collect();
+            completion.segments = Segments::of_completion(completion.segments.ids(), Some(logps));
+        }
+        self.alive()?;
+        Ok(groups)
     }
 
     fn sampled(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<(), RunEnd> {

@@ -27,6 +27,7 @@ mod precision;
 mod resume;
 mod reward_model;
 mod reward_values;
+mod servers;
 mod serving;
 mod sources;
 mod train;

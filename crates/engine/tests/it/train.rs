@@ -79,6 +79,7 @@ pub fn plan() -> Plan {
             stop: Vec::new(),
             chat_template_kwargs: Map::new(),
         },
+        rollout: None,
         lora: Some(LoraPlan {
             target_modules: ["q_proj", "v_proj", "down_proj"].map(String::from).to_vec(),
             ..LoraPlan::all_linear(4, 8.0)

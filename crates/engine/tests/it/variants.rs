@@ -162,6 +162,7 @@ fn no_micro_batch_split_changes_the_gradient_of_any_loss() {
                             ref_logps: &shifted(0.1),
                             included: row != 5,
                             advantage,
+                            weight: None,
                         };
                         row_loss(&row, &config, &denominators)
                     });

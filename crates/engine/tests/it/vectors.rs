@@ -163,6 +163,7 @@ fn case(report: &mut Report, case: &Value) {
             ref_logps: &reference[row],
             included: included[row],
             advantage: RowAdvantage::Sequence(result.advantages[row]),
+            weight: None,
         })
         .map(|row| row_loss(&row, &loss_config, &denominators))
         .collect();

@@ -13,7 +13,7 @@ const MAX_RECENT: usize = 24;
 pub(super) const EARLY: usize = 5;
 
 /// Metrics that some rule examines, in addition to the rewards of weight 0.
-const WATCHED: [&str; 15] = [
+const WATCHED: [&str; 16] = [
     "reward",
     "reward_std",
     "grad_norm",
@@ -29,6 +29,7 @@ const WATCHED: [&str; 15] = [
     "eval_reward_std",
     "eval_gap",
     "reward_at_eval",
+    "sampling/mismatch_kl",
 ];
 /// Metrics that are durations. They depend on the machine and not on the run, so they are left out of the trainer state.
 const DURATIONS: [&str; 2] = ["step_time", "step_time/reward"];

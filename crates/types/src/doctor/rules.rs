@@ -25,6 +25,7 @@ pub(super) fn examine(rule: Rule, case: &Case<'_>) -> Verdict {
         Rule::EntropyCollapse => entropy_collapse(case),
         Rule::SlowReward => slow_reward(case),
         Rule::NonFinite => non_finite(case),
+        Rule::RolloutMismatch => rollout_mismatch(case),
         // `many_restarts` is raised by the server and not from metrics; see `restarts`.
         Rule::ManyRestarts => None,
     };
@@ -473,5 +474,21 @@ fn non_finite(case: &Case<'_>) -> Option<Verdict> {
         return raise(message, vec![seen], fix);
     }
     let calm = skipped.points().len() == 10 && skipped.points()[0].1 == skipped.latest();
+    Some(if calm { Verdict::Clear } else { Verdict::Hold })
+}
+
+fn rollout_mismatch(case: &Case<'_>) -> Option<Verdict> {
+    const LIMIT: f64 = 0.01;
+    const STEPS: usize = 3;
+    let mismatch = case.history.last("sampling/mismatch_kl", STEPS)?;
+    if mismatch.values().all(|value| value > LIMIT) {
+        let message = format!(
+            "in {STEPS} rollouts in a row the log-probs of the rollout servers differ from those of the trained model: {:.4} nats per token",
+            mismatch.mean()
+        );
+        let fix = "check that every rollout server has the same base model, precision and rope settings as the job, and runs with --logprobs-mode processed_logprobs; lower rollout.correction.max";
+        return raise(message, vec![mismatch.observe_mean(Some(LIMIT))], fix.to_owned());
+    }
+    let calm = mismatch.values().all(|value| value < LIMIT / 2.0);
     Some(if calm { Verdict::Clear } else { Verdict::Hold })
 }

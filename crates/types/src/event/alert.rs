@@ -33,13 +33,15 @@ pub enum Rule {
     SlowReward,
     /// Losses or gradients are not finite.
     NonFinite,
+    /// The log-probs of rollout servers differ from those of the trained model.
+    RolloutMismatch,
     /// Attempts keep ending before the job is over.
     ManyRestarts,
 }
 
 impl Rule {
     /// Every rule that reads metrics, and can therefore be configured in a job.
-    pub const ALL: [Rule; 12] = [
+    pub const ALL: [Rule; 13] = [
         Rule::HighVariance,
         Rule::KlExplosion,
         Rule::RewardCollapse,
@@ -52,6 +54,7 @@ impl Rule {
         Rule::EntropyCollapse,
         Rule::SlowReward,
         Rule::NonFinite,
+        Rule::RolloutMismatch,
     ];
 
     /// Returns the name used in the API and in the database.
@@ -69,6 +72,7 @@ impl Rule {
             Rule::EntropyCollapse => "entropy_collapse",
             Rule::SlowReward => "slow_reward",
             Rule::NonFinite => "non_finite",
+            Rule::RolloutMismatch => "rollout_mismatch",
             Rule::ManyRestarts => "many_restarts",
         }
     }
@@ -84,6 +88,7 @@ impl Rule {
             | Rule::ColdStart
             | Rule::AdapterUnchanged
             | Rule::EntropyCollapse
+            | Rule::RolloutMismatch
             | Rule::ManyRestarts => Severity::Warning,
             Rule::NothingToLearn | Rule::SlowReward => Severity::Info,
         }
@@ -102,6 +107,7 @@ impl Rule {
             | Rule::EmptyOutput
             | Rule::RewardHacking
             | Rule::EntropyCollapse
+            | Rule::RolloutMismatch
             | Rule::NonFinite => true,
             Rule::ColdStart | Rule::NothingToLearn | Rule::AdapterUnchanged | Rule::SlowReward | Rule::ManyRestarts => {
                 false

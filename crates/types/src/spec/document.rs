@@ -11,13 +11,14 @@ use super::oversight::{EarlyStoppingSpec, read_doctor, read_early_stopping};
 use super::reader::{Errors, Field, FieldError, Reader, kind_of, shown};
 use super::rewards::{read_reward_secrets, read_rewards};
 use super::rloo::read_rloo;
+use super::rollouts::read_rollout;
 use super::sections::{read_certificate, read_lora, read_optimizer, read_section, read_training, read_warm_start};
 use super::settings::{CHECKPOINTS, SAMPLING};
 use super::sources::{DatasetSource, attach_records, detach_records, read_dataset, with_prompts};
 use super::warm_up::read_warm_up;
 use super::{
     Arithmetic, CertificatePlan, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan,
-    QuantType, RewardPlan, RewardSecrets, RlooPlan, SamplingPlan, WarmStartPlan, WarmUpSpec,
+    QuantType, RewardPlan, RewardSecrets, RlooPlan, RolloutPlan, SamplingPlan, WarmStartPlan, WarmUpSpec,
 };
 
 /// A submitted job. A field that was rejected has a harmless placeholder, so that the rest can still be checked.
@@ -41,6 +42,8 @@ pub struct JobSpec {
     pub rloo: RlooPlan,
     /// Sampling settings of the rollouts.
     pub sampling: SamplingPlan,
+    /// Servers that sample the completions; `None` = the engine that trains also samples.
+    pub rollout: Option<RolloutPlan>,
     /// The LoRA adapter; `None` = full fine-tuning.
     pub lora: Option<LoraPlan>,
     /// The checkpoint or adapter to start from; `None` = none.
@@ -154,6 +157,7 @@ pub fn submittable(plan: &Plan) -> Value {
         reward_models: _,
         rloo,
         sampling,
+        rollout,
         lora,
         warm_start,
         warm_up,
@@ -170,7 +174,7 @@ pub fn submittable(plan: &Plan) -> Value {
     } = plan;
     let mut document = json!({
         "name": name, "model": model.id, "dataset": submittable_dataset(dataset), "eval": eval, "rewards": rewards, "rloo": rloo,
-        "sampling": sampling, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
+        "sampling": sampling, "rollout": rollout, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
         "certificate": certificate, "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if let Some(eval) = eval {
@@ -234,6 +238,11 @@ fn redacted(mut document: Value) -> Value {
             }
         }
     }
+    for server in document.pointer_mut("/rollout/servers").and_then(Value::as_array_mut).into_iter().flatten() {
+        if let Some(server) = server.as_object_mut() {
+            server.shift_remove("api_key");
+        }
+    }
     document
 }
 
@@ -245,6 +254,10 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
     let eval = document.field("eval").object().map(read_eval).map(|(eval, own_secrets)| {
         secrets.extend(own_secrets);
         eval
+    });
+    let rollout = document.field("rollout").object().and_then(read_rollout).map(|(rollout, keys)| {
+        secrets.extend(keys);
+        rollout
     });
     let spec = JobSpec {
         name: document.field("name").name(200).map(str::to_owned),
@@ -263,6 +276,7 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         secrets,
         rloo: read_rloo(document.section("rloo")),
         sampling: read_section(&SAMPLING, document.section("sampling")),
+        rollout,
         warm_start: document.field("warm_start").object().and_then(read_warm_start),
         warm_up: document
             .field("warm_up")

@@ -6,6 +6,7 @@
 mod algorithm;
 mod arithmetic;
 mod rewards;
+mod rollout;
 mod warm_up;
 
 use std::collections::BTreeMap;
@@ -19,6 +20,7 @@ use crate::id::{AdapterId, CheckpointId, DatasetId};
 pub use algorithm::*;
 pub use arithmetic::*;
 pub use rewards::*;
+pub use rollout::*;
 pub use warm_up::*;
 
 /// The resolved settings of a job. Every default has been filled in.
@@ -41,6 +43,9 @@ pub struct Plan {
     pub rloo: RlooPlan,
     /// Sampling settings of the rollouts.
     pub sampling: SamplingPlan,
+    /// Servers that sample the completions; absent = the engine that trains also samples.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rollout: Option<RolloutPlan>,
     /// The LoRA adapter; null = full fine-tuning: every weight is trained.
     pub lora: Option<LoraPlan>,
     /// The checkpoint or adapter whose weights the run starts from; null = a fresh adapter, or the base model's weights.

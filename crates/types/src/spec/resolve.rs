@@ -14,6 +14,7 @@ use super::oversight::resolve_metrics;
 use super::prompts::{image_column, image_detail};
 use super::reader::shown;
 use super::rloo;
+use super::rollouts;
 use super::split::{Split, mixture_of, split};
 use super::warm;
 use super::warm_up;
@@ -60,6 +61,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     warm_up::check(spec, context, &mut errors);
     let sampling = fit_completions(spec, context, &mut errors);
     rloo::check(spec, &sampling, &mut errors);
+    rollouts::check(spec, &mut errors);
     let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
     let split = split(dataset, spec);
@@ -103,6 +105,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         reward_models: context.reward_models.iter().map(|(id, facts)| (id.clone(), facts.sha256.clone())).collect(),
         rloo: spec.rloo.clone(),
         sampling,
+        rollout: spec.rollout.clone(),
         lora,
         warm_start: spec.warm_start.clone().map(|warm_start| warm::found(warm_start, context)),
         warm_up: context.warm_up_dataset.as_ref().and_then(|facts| warm_up::plan(spec, facts, facts.plan())),

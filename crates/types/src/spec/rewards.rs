@@ -5,6 +5,8 @@ use std::sync::LazyLock;
 
 use serde_json::Value;
 
+pub(super) use service::read_url;
+
 use super::foreign::advice;
 use super::reader::{Errors, Field, FieldError, Reader, shown};
 use super::{BlankReference, MAX_ABS_REWARD, RewardKind, RewardPlan, RewardSecrets};

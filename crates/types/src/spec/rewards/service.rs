@@ -90,7 +90,7 @@ pub(super) fn at_path(mut service: ServicePlan, path: &str) -> ServicePlan {
     service
 }
 
-fn read_url(field: &Field<'_>) -> String {
+pub(in crate::spec) fn read_url(field: &Field<'_>) -> String {
     let Some(text) = field.nonempty(2_000) else { return String::new() };
     let complaint = match url::Url::parse(text) {
         Err(error) => {
