@@ -411,6 +411,7 @@ fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Res
         devices: config.devices.clone(),
         threads: config.threads_per_worker(),
         scratch_dir,
+        adapter_dir: config.adapter_dir(),
         grace_s: config.grace_s,
         reward_pace: config.reward_pace,
         isa: config.isa,

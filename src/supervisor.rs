@@ -52,6 +52,8 @@ pub struct Children {
     pub threads: u32,
     /// Directory that contains a working folder for each child.
     pub scratch_dir: PathBuf,
+    /// Folder of adapters for rollout servers, passed on to the children.
+    pub adapter_dir: PathBuf,
     /// Grace period in seconds, passed on to the children.
     pub grace_s: u64,
     /// Factor for reward delays, passed on to the children.
@@ -168,6 +170,7 @@ fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> 
         .args(["--log", &children.log, "--log-format", children.log_format.as_str()])
         .arg("--scratch-dir")
         .arg(scratch_dir)
+        .env("RLOOD_ADAPTER_DIR", &children.adapter_dir)
         .env("RLOOD_WORKER_TOKEN", &children.token)
         .env("RLOOD_GRACE_S", children.grace_s.to_string())
         .env("RLOOD_REWARD_PACE", children.reward_pace.to_string())
@@ -274,6 +277,7 @@ mod tests {
             devices: vec![Device::Cpu],
             threads: 1,
             scratch_dir: dir.join("scratch"),
+            adapter_dir: dir.join("adapters"),
             grace_s: 24,
             reward_pace: 1.0,
             isa: Isa::Auto,

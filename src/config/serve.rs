@@ -108,6 +108,11 @@ pub struct ServeArgs {
     #[arg(long, env = "RLOOD_STORAGE_LIMIT", value_delimiter = ',', value_name = "KIND=SIZE,…")]
     pub storage_limit: Vec<String>,
 
+    /// Folder in which workers publish the adapters of jobs with rollout servers (vLLM), which must see the same folder, perhaps
+    /// under another path. Default: rollout-adapters in the data directory.
+    #[arg(long, env = "RLOOD_ADAPTER_DIR", value_name = "DIR")]
+    pub adapter_dir: Option<PathBuf>,
+
     /// Network limits: hosts, origins, connections, disk reserve.
     #[command(flatten)]
     pub edge: EdgeArgs,
@@ -136,6 +141,8 @@ pub struct ServeConfig {
     pub listen: SocketAddr,
     /// Directory of all persistent data.
     pub data_dir: PathBuf,
+    /// Folder of adapters for rollout servers, if it is not in the data directory. Use [`ServeConfig::adapter_dir`].
+    pub own_adapter_dir: Option<PathBuf>,
     /// Devices with one worker process each; may be empty.
     pub devices: Vec<Device>,
     /// Whether the devices were detected (`auto`) instead of requested: the driver may list fewer GPUs than the
@@ -217,6 +224,7 @@ impl ServeConfig {
         Ok(Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             data_dir: data_dir.to_owned(),
+            own_adapter_dir: None,
             devices: vec![Device::Cpu],
             devices_are_found: false,
             api_key: None,
@@ -246,6 +254,11 @@ impl ServeConfig {
             serving: Serve::default(),
             default_outgoing: true,
         })
+    }
+
+    /// Returns the folder in which workers publish adapters for rollout servers.
+    pub fn adapter_dir(&self) -> PathBuf {
+        self.own_adapter_dir.clone().unwrap_or_else(|| self.data_dir.join("rollout-adapters"))
     }
 
     /// Returns the private addresses that outgoing requests may reach. The default allows loopback only while no request needs a
@@ -337,6 +350,7 @@ impl ServeArgs {
         Ok(ServeConfig {
             listen,
             data_dir: self.data_dir.clone(),
+            own_adapter_dir: self.adapter_dir.clone(),
             serving: self.serving.resolve(&devices, shares_gpus)?,
             devices,
             devices_are_found: self.devices.trim() == "auto",

@@ -26,7 +26,7 @@ use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{
     Arithmetic, FieldError, JobSpec, Plan, Reference, RewardPlan, RewardSecrets, WarmStartPlan, continues,
-    forked_document, resolve,
+    forked_document, resolve, rollout_secret_name,
 };
 use crate::store::{CheckpointRow, Fork, JobRow, NewJob, clock_ms};
 
@@ -251,6 +251,15 @@ fn copy_secrets(spec: &mut JobSpec, parent: &Plan, mut secrets: BTreeMap<String,
     for name in same {
         if let Some(secret) = secrets.remove(&name) {
             spec.secrets.entry(name).or_insert(secret);
+        }
+    }
+    // A rollout server keeps its key too, wherever it is in the new list.
+    let before = parent.rollout.iter().flat_map(|rollout| &rollout.servers);
+    let before: Vec<&str> = before.map(|server| server.url.as_str()).collect();
+    for (index, server) in spec.rollout.iter().flat_map(|rollout| &rollout.servers).enumerate() {
+        let old = before.iter().position(|url| *url == server.url);
+        if let Some(key) = old.and_then(|old| secrets.remove(&rollout_secret_name(old))) {
+            spec.secrets.entry(rollout_secret_name(index)).or_insert(key);
         }
     }
 }

@@ -31,7 +31,7 @@ use crate::files::DataDir;
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State as JobState};
 use crate::spec::format::{Format, write_job};
-use crate::spec::{FieldError, Labels, Plan, RewardKind, RewardSecrets, read_labels, submittable};
+use crate::spec::{FieldError, Labels, Plan, RewardKind, RewardSecrets, read_labels, rollout_secret_name, submittable};
 use crate::store::{JobBeside, JobFilter, JobPatch, JobRow, clock_ms};
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -364,6 +364,11 @@ async fn read_renewed(
     let (mut secrets, mut errors) = (BTreeMap::new(), Vec::new());
     for (name, renewed) in given {
         let pointer = format!("/reward_secrets/{}", name.replace('~', "~0").replace('/', "~1"));
+        let num_servers = plan.rollout.as_ref().map_or(0, |rollout| rollout.servers.len());
+        if (0..num_servers).any(|server| rollout_secret_name(server) == name) && renewed.secret.is_none() {
+            secrets.insert(name, renewed);
+            continue;
+        }
         let Some((kept_as, reward)) = plan.reward_of_secret(&name) else {
             let known: Vec<String> = plan.rewards_by_secret_name().map(|(name, _)| name).collect();
             let detail = format!("the job has no reward of this name; its rewards are: {}", known.join(", "));

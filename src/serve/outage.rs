@@ -1,7 +1,8 @@
-//! Resumes jobs that paused because a reward service was unavailable. The server pings each such service until it answers.
+//! Resumes jobs that paused because a reward service, or every rollout server, was unavailable. The server pings each such service
+//! until it answers. A job needs all of its reward services, but only one of its rollout servers.
 //!
 //! A service (the same address, contacted in the same way with the same credentials) is pinged once for all jobs that wait for it.
-//! Only the reason `reward_outage` ends automatically. The waiting jobs are in the database, so they survive a restart.
+//! Only the reasons `reward_outage` and `rollout_outage` end automatically. The waiting jobs are in the database, so they survive a restart.
 
 use std::collections::{HashMap, HashSet};
 use std::mem::Discriminant;
@@ -13,7 +14,7 @@ use crate::error_text::with_causes;
 use crate::id::JobId;
 use crate::reward::client::{Pace, RewardClient};
 use crate::reward::webhook::Webhook;
-use crate::spec::{Plan, RewardKind, RewardPlan, RewardSecrets};
+use crate::spec::{Plan, RewardKind, RewardPlan, RewardSecrets, RolloutServerPlan, rollout_secret_name};
 use crate::store::{Store, StoreError, clock_ms};
 
 /// Interval between two checks for waiting jobs.
@@ -26,18 +27,25 @@ const PING_TIMEOUT_MS: u64 = 10_000;
 /// Maximum number of services that are pinged concurrently.
 const MAX_CONCURRENT_PINGS: usize = 8;
 
-/// Identity of a reward service: two rewards with equal values share one ping.
+/// Identity of a service: two rewards with equal values share one ping.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Address {
-    /// Type of the reward, which determines how the service is contacted.
-    kind: Discriminant<RewardKind>,
+    /// Type of the reward, which determines how the service is contacted; `None` = a rollout server.
+    kind: Option<Discriminant<RewardKind>>,
     url: String,
     secrets: Vec<String>,
 }
 
-/// A reward service that at least one paused job waits for.
+/// The way in which a service is contacted.
+enum Contact {
+    Reward(Box<RewardPlan>),
+    /// The address of a rollout server's health check.
+    Rollout(String),
+}
+
+/// A service that at least one paused job waits for.
 struct Service {
-    reward: RewardPlan,
+    contact: Contact,
     secrets: RewardSecrets,
     /// Time of the next ping, and the interval to the ping after it.
     at: Instant,
@@ -46,11 +54,20 @@ struct Service {
     is_back: bool,
 }
 
-/// A paused job that waits for its reward services.
+/// A paused job that waits for its services.
 struct Waiting {
     /// Sequence number of the job's latest event: the secrets may have changed since.
     last_seq: i64,
     services: Vec<Address>,
+    /// Whether the job can continue with any one of the services.
+    any_is_enough: bool,
+}
+
+/// The services of a paused job, with the secrets to contact them.
+#[derive(Default)]
+struct Needed {
+    services: Vec<(Address, Contact, RewardSecrets)>,
+    any_is_enough: bool,
 }
 
 /// HTTP clients for contacting services.
@@ -77,7 +94,7 @@ pub(super) async fn watch(store: Store, clients: Clients) {
     loop {
         interval.tick().await;
         if let Err(error) = watch.check().await {
-            tracing::error!(error = with_causes(&error), "could not check the jobs that wait for reward services");
+            tracing::error!(error = with_causes(&error), "could not check the jobs that wait for a service");
         }
     }
 }
@@ -94,7 +111,7 @@ impl Watch {
                 // the job fails.
                 Err(error @ StoreError::Corrupt { .. }) => {
                     unasked(job, &error);
-                    self.wait_for(job, last_seq, Vec::new());
+                    self.wait_for(job, last_seq, Needed::default());
                 }
                 // The job was deleted meanwhile, or the database failed; the next check tries again.
                 Err(error) => unasked(job, &error),
@@ -103,12 +120,11 @@ impl Watch {
         let used: HashSet<Address> = self.jobs.values().flat_map(|job| job.services.iter().cloned()).collect();
         self.services.retain(|address, _| used.contains(address));
         self.ask().await?;
-        let back: Vec<JobId> =
-            self.jobs.iter().filter(|(_, job)| self.are_back(&job.services)).map(|(job, _)| *job).collect();
+        let back: Vec<JobId> = self.jobs.iter().filter(|(_, job)| self.is_ready(job)).map(|(job, _)| *job).collect();
         for job in back {
             self.jobs.remove(&job);
             match self.store.job_resume_after_outage(job, clock_ms()).await {
-                Ok(true) => tracing::info!(%job, "the reward service of a paused job answers again; the job is queued"),
+                Ok(true) => tracing::info!(%job, "the service of a paused job answers again; the job is queued"),
                 Ok(false) => {}
                 Err(error) => unasked(job, &error),
             }
@@ -116,23 +132,22 @@ impl Watch {
         Ok(())
     }
 
-    /// Registers a job that waits for reward services. Its services count as unavailable, whatever they answered
-    /// for other jobs before.
-    fn wait_for(&mut self, job: JobId, last_seq: i64, services: Vec<(Address, RewardPlan, RewardSecrets)>) {
+    /// Registers a job that waits for services. They count as unavailable, whatever they answered for other jobs before.
+    fn wait_for(&mut self, job: JobId, last_seq: i64, Needed { services, any_is_enough }: Needed) {
         let first = self.pace.of(FIRST_PING_DELAY);
         let at = Instant::now() + first;
         let mut addresses = Vec::with_capacity(services.len());
-        for (address, reward, secrets) in services {
-            let new = || Service { reward, secrets, at, then: first, is_back: false };
+        for (address, contact, secrets) in services {
+            let new = || Service { contact, secrets, at, then: first, is_back: false };
             let service = self.services.entry(address.clone()).or_insert_with(new);
             service.is_back = false;
             service.at = service.at.min(at);
             addresses.push(address);
         }
-        self.jobs.insert(job, Waiting { last_seq, services: addresses });
+        self.jobs.insert(job, Waiting { last_seq, services: addresses, any_is_enough });
     }
 
-    /// Pings the reward services whose next ping is due.
+    /// Pings the services whose next ping is due.
     async fn ask(&mut self) -> Result<(), StoreError> {
         let now = Instant::now();
         if self.services.values().all(|service| service.at > now) {
@@ -150,8 +165,12 @@ impl Watch {
         Ok(())
     }
 
-    fn are_back(&self, services: &[Address]) -> bool {
-        services.iter().all(|address| self.services.get(address).is_some_and(|service| service.is_back))
+    fn is_ready(&self, job: &Waiting) -> bool {
+        let is_back = |address: &Address| self.services.get(address).is_some_and(|service| service.is_back);
+        match job.any_is_enough && !job.services.is_empty() {
+            true => job.services.iter().any(is_back),
+            false => job.services.iter().all(is_back),
+        }
     }
 }
 
@@ -159,30 +178,50 @@ impl Service {
     async fn ask(&mut self, client: &RewardClient, now: Instant) {
         self.then = (self.then * 2).min(client.pace().of(MAX_PING_INTERVAL));
         self.at = now + self.then;
-        self.is_back = is_back(&self.reward, &self.secrets, client).await;
+        self.is_back = match &self.contact {
+            Contact::Reward(reward) => is_back(reward, &self.secrets, client).await,
+            Contact::Rollout(url) => {
+                let timeout = Duration::from_millis(PING_TIMEOUT_MS);
+                client.check_answer(url, &self.secrets.headers, timeout).await.is_ok()
+            }
+        };
     }
 }
 
 fn unasked(job: JobId, error: &StoreError) {
-    tracing::warn!(%job, error = with_causes(error), "could not ping the reward services of a job");
+    tracing::warn!(%job, error = with_causes(error), "could not ping the services of a job");
 }
 
-/// Returns the reward services whose outage can pause the job.
-async fn services(store: &Store, job: JobId) -> Result<Vec<(Address, RewardPlan, RewardSecrets)>, StoreError> {
-    let plan = store.job_get(job).await?.plan()?;
+/// Returns the services because of which the job is paused: its required rewards, or its rollout servers.
+async fn services(store: &Store, job: JobId) -> Result<Needed, StoreError> {
+    let row = store.job_get(job).await?;
+    let plan = row.plan()?;
     let mut secrets = store.job_secrets(job).await?;
-    let found = required(&plan).map(|(reward, url, name)| {
+    let any_is_enough = row.status_reason.as_deref() == Some("rollout_outage");
+    let contacts: Vec<(Contact, String, String)> = match &plan.rollout {
+        Some(rollout) if any_is_enough => {
+            let servers = rollout.servers.iter().enumerate();
+            let server = |(index, server): (usize, &RolloutServerPlan)| {
+                (Contact::Rollout(format!("{}/health", server.url)), server.url.clone(), rollout_secret_name(index))
+            };
+            servers.map(server).collect()
+        }
+        Some(_) | None => required(&plan)
+            .map(|(reward, url, name)| (Contact::Reward(Box::new(reward.clone())), url.to_owned(), name))
+            .collect(),
+    };
+    let found = contacts.into_iter().map(|(contact, url, name)| {
         let secrets = secrets.remove(&name).unwrap_or_default();
         let keys = [&secrets.secret, &secrets.previous_secret].map(|secret| secret.clone().unwrap_or_default());
         let headers = secrets.headers.iter().flat_map(|(name, value)| [name.clone(), value.clone()]);
-        let address = Address {
-            kind: std::mem::discriminant(&reward.kind),
-            url: url.to_owned(),
-            secrets: keys.into_iter().chain(headers).collect(),
+        let kind = match &contact {
+            Contact::Reward(reward) => Some(std::mem::discriminant(&reward.kind)),
+            Contact::Rollout(_) => None,
         };
-        (address, reward.clone(), secrets)
+        let address = Address { kind, url, secrets: keys.into_iter().chain(headers).collect() };
+        (address, contact, secrets)
     });
-    Ok(found.collect())
+    Ok(Needed { services: found.collect(), any_is_enough })
 }
 
 /// Returns the rewards whose outage can pause the job, their URLs, and the names of their secrets.

@@ -286,6 +286,7 @@ mod tests {
             devices: vec![Device::Cpu],
             threads: 1,
             scratch_dir: dir.to_owned(),
+            adapter_dir: dir.join("adapters"),
             grace_s: 24,
             reward_pace: 1.0,
             isa: Isa::Auto,

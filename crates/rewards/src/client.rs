@@ -1,6 +1,7 @@
 //! Resources shared by all rewards of a worker: one connection pool, the policy for outgoing addresses, the cache of reward values,
 //! and the factor on waits (for tests).
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use reqwest::Client;
 use super::cache::Cache;
 use crate::http_client::restricted_client_builder;
 use crate::outgoing::OutgoingPolicy;
+use rlood_types::error_text::with_causes;
 
 /// The shared resources of a worker's rewards. Cheap to clone.
 #[derive(Clone)]
@@ -50,6 +52,25 @@ impl RewardClient {
     #[must_use]
     pub fn with_cache_scope(self, scope: &str) -> Self {
         Self { cache_scope: Arc::from(scope), ..self }
+    }
+
+    /// Checks that a GET request to `url` is answered with a 2xx status within `timeout`.
+    ///
+    /// # Errors
+    /// Returns why not: the policy refuses the address, no answer, or another status.
+    pub async fn check_answer(
+        &self,
+        url: &str,
+        headers: &BTreeMap<String, String>,
+        timeout: Duration,
+    ) -> Result<(), String> {
+        let url = self.policy.check_url(url).map_err(|error| error.to_string())?;
+        let request = headers.iter().fold(self.http.get(url), |request, (name, value)| request.header(name, value));
+        match request.timeout(timeout).send().await {
+            Ok(response) if response.status().is_success() => Ok(()),
+            Ok(response) => Err(format!("it answered {}", response.status())),
+            Err(error) => Err(with_causes(&error)),
+        }
     }
 
     /// Returns the factor on waits (see [`Pace`]).

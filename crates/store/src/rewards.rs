@@ -1,4 +1,4 @@
-//! Statistics of jobs' rewards as reported by their workers, and jobs that wait for a reward service.
+//! Statistics of jobs' rewards as reported by their workers, and jobs that wait for a reward service or a rollout server.
 
 use rlood_types::webhooks::message::QueuedDetail;
 use sqlx::sqlite::SqliteRow;
@@ -11,9 +11,11 @@ use crate::id::JobId;
 use crate::job::State;
 use crate::protocol::{RewardHealth, RewardReport, RewardReports};
 
-/// Selects jobs that wait for a reward service.
+/// Selects jobs that wait for a reward service or for a rollout server.
 pub const OUTAGE_JOBS: &str = "SELECT id, next_seq - 1 AS last_seq FROM jobs INDEXED BY jobs_outage \
-     WHERE state = 'paused' AND status_reason = 'reward_outage' ORDER BY id";
+     WHERE state = 'paused' AND status_reason IN ('reward_outage', 'rollout_outage') ORDER BY id";
+/// The reasons of pauses that end when a service is back.
+const OUTAGES: [&str; 2] = ["reward_outage", "rollout_outage"];
 /// Maximum size of one reward's statistics, in bytes; larger ones are stored without messages.
 const MAX_BYTES: usize = 256 * 1024;
 /// Maximum number of rewards of a job, including the evaluation's own.
@@ -99,27 +101,28 @@ impl Store {
             .collect()
     }
 
-    /// Returns the jobs that are paused because a reward service is unavailable, each with the `seq` of its latest event.
+    /// Returns the jobs that are paused because a reward service or all rollout servers are unavailable, each with the `seq` of its latest event.
     pub async fn jobs_in_outage(&self) -> Result<Vec<(JobId, i64)>, StoreError> {
         sqlx::query(OUTAGE_JOBS)
             .fetch_all(&self.readers)
             .await
-            .doing("find jobs that wait for a reward service")?
+            .doing("find jobs that wait for a service")?
             .iter()
             .map(|row| Ok((id_column(row, "id")?, column(row, "last_seq")?)))
             .collect()
     }
 
-    /// Queues a job again whose reward service is available again; `false` if it no longer waits for that, because a user resumed,
+    /// Queues a job again whose reward service or rollout server is available again; `false` if it no longer waits for that, because a user resumed,
     /// paused or cancelled it.
     pub async fn job_resume_after_outage(&self, id: JobId, now: i64) -> Result<bool, StoreError> {
         let doing = "resume a job after an outage";
         let mut tx = self.begin(doing).await?;
         let row = job_row(&mut tx, id).await?;
-        if row.state != State::Paused || row.status_reason.as_deref() != Some("reward_outage") {
+        let reason = row.status_reason.clone().filter(|reason| OUTAGES.contains(&reason.as_str()));
+        if row.state != State::Paused || reason.is_none() {
             return Ok(false);
         }
-        let (by, reason) = (Some("server".to_owned()), Some("reward_outage".to_owned()));
+        let by = Some("server".to_owned());
         let data = QueuedDetail { by, reason, ..QueuedDetail::default() };
         job_transition(&mut tx, &row, Transition::to(State::Queued), "job.resumed", data, now).await?;
         self.commit(tx, doing).await?;

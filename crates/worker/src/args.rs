@@ -46,6 +46,11 @@ pub struct WorkerArgs {
     #[arg(long, env = "RLOOD_WORKER_CACHE_LIMIT", value_parser = parse_size, value_name = "SIZE")]
     pub cache_limit: Option<u64>,
 
+    /// Folder in which the worker publishes the adapters of jobs with rollout servers, which must see the same folder. Default:
+    /// `rollout-adapters` in --scratch-dir.
+    #[arg(long, env = "RLOOD_ADAPTER_DIR", value_name = "DIR")]
+    pub adapter_dir: Option<PathBuf>,
+
     /// Seconds from SIGTERM until the worker exits, 2 to 3600. A worker that runs a job saves a checkpoint within four fifths
     /// of this time, returns the job to the queue (`preempted`), and exits with code 0. Set it below the notice that the
     /// machine gets, such as terminationGracePeriodSeconds in Kubernetes or a cloud's spot notice.

@@ -113,6 +113,8 @@ struct Worker {
     leave_within: Duration,
     heartbeat_ms: std::sync::atomic::AtomicU64,
     train: TrainFn,
+    /// Folder in which adapters are published for rollout servers.
+    adapter_dir: PathBuf,
     /// Factor on the waits of reward requests; 1 except in tests.
     reward_pace: Pace,
     /// HTTP connections for rewards, kept from job to job while the policy for outgoing addresses stays the same.
@@ -156,7 +158,9 @@ async fn run_worker(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
     let cache_dir = args.cache_dir.unwrap_or_else(|| default_cache_dir(args.scratch_dir.as_deref()));
     let cache_limit = args.cache_limit.filter(|bytes| *bytes > 0);
     let (scratch_dir, _scratch) = scratch_dir(args.scratch_dir)?;
+    let adapter_dir = args.adapter_dir.unwrap_or_else(|| scratch_dir.join("rollout-adapters"));
     let worker = Worker {
+        adapter_dir,
         client: Client::new(&args.server, &args.token, args.child).map_err(WorkerError::Setting)?,
         id: args.id.unwrap_or_else(WorkerId::new),
         child: args.child,

@@ -1,5 +1,5 @@
 //! The names under which secrets of rewards are stored: the reward's name for a reward of the job, `eval:NAME` for a reward of the
-//! evaluation, and `guard:NAME` for a reward of the guard set. Code that copies, renews or lends secrets must cover all lists and
+//! evaluation, `guard:NAME` for a reward of the guard set, and `rollout:N` for the nth rollout server. Code that copies, renews or lends secrets must cover all lists and
 //! uses the functions below.
 
 use super::{JobSpec, Plan, RewardPlan};

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 use tokio::runtime::Handle;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::checkpoint_schedule::CheckpointSchedule;
@@ -27,12 +27,13 @@ use crate::device::process_memory_bytes;
 use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, RunEnd, StopReason, TrainInput};
 use crate::error_text::with_causes;
-use crate::event::Phase;
+use crate::event::{Event, Phase};
 use crate::job::Failure;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
 use crate::reward::{RewardDeps, Rewards};
 use crate::reward_model::LocalRewardModels;
+use crate::rollout_servers::{self, Fleet, FleetContext};
 use crate::spec::{DatasetPlan, Plan, PromptKey, eval_secret_name, prompt_key};
 
 /// Minimum interval between two heartbeats to the server.
@@ -217,13 +218,14 @@ impl Attempt {
         // The cell with the rewards is set only here, so setting it cannot fail.
         let _ = graders.0.set(std::iter::once(&rewards).chain(&eval_rewards).cloned().collect());
         let reports = Reports::start(self.client.clone(), self.claim_ref, rewards.clone(), eval_rewards.clone());
+        let waits_for_servers = watch::Sender::new(false);
         let heartbeats = heartbeat_loop(
             self.client.clone(),
             self.claim_ref,
             self.stop.clone(),
             self.progress.clone(),
             rewards.clone(),
-            worker.heartbeat(),
+            (worker.heartbeat(), waits_for_servers.subscribe()),
         );
         let _heartbeats = AbortOnDropHandle::new(tokio::spawn(heartbeats));
 
@@ -247,6 +249,8 @@ impl Attempt {
             Some(resume) => self.events.log(format!("the job resumes after step {}", resume.step)),
             None => self.events.log("the job starts from the beginning"),
         }
+        let (server_warnings, server_notices) = mpsc::unbounded_channel();
+        let servers = self.rollout_servers(worker, &claim, server_warnings, waits_for_servers)?;
         let host = JobHost {
             runtime: Handle::current(),
             client: self.client.clone(),
@@ -259,6 +263,8 @@ impl Attempt {
             journal: journal.clone(),
             checkpoint_schedule,
             eval_rewards,
+            servers,
+            server_notices,
             begun: Default::default(),
             reward_metrics: Default::default(),
         };
@@ -293,11 +299,7 @@ impl Attempt {
         models: Arc<LocalRewardModels>,
     ) -> Result<Rewards, Failure> {
         let position = || self.progress.get();
-        let policy = OutgoingPolicy::parse(&claim.allow_outgoing).map_err(|error| {
-            let refused =
-                ClientError::Refused { status: 0, code: "allow_outgoing".to_owned(), detail: error.to_string() };
-            failure::of_client(&refused, position())
-        })?;
+        let policy = self.policy(claim)?;
         let client = worker.reward_client(&policy).map_err(|detail| failure::no_reward_client(&detail, position()))?;
         let cache_scope = claim.cache_scope.clone().unwrap_or_else(|| claim.job.to_string());
         let deps = RewardDeps {
@@ -307,6 +309,35 @@ impl Attempt {
             previous_reports: claim.reward_reports.clone(),
         };
         Rewards::with_deps(&claim.plan.rewards, &claim.secrets, deps).map_err(|error| error.to_failure())
+    }
+
+    /// Creates the job's rollout servers, which are called under the server's policy for outgoing addresses.
+    fn rollout_servers(
+        &self,
+        worker: &Worker,
+        claim: &Claim,
+        notices: mpsc::UnboundedSender<Event>,
+        is_waiting: watch::Sender<bool>,
+    ) -> Result<Option<Fleet>, Failure> {
+        let context = FleetContext {
+            job: self.claim_ref.job,
+            attempt: self.claim_ref.attempt,
+            folder: worker.adapter_dir.clone(),
+            policy: &self.policy(claim)?,
+            pace: worker.reward_pace,
+            notices,
+            is_waiting,
+        };
+        rollout_servers::of_plan(&claim.plan, &claim.secrets, context)
+    }
+
+    /// Returns the server's policy for outgoing addresses.
+    fn policy(&self, claim: &Claim) -> Result<OutgoingPolicy, Failure> {
+        OutgoingPolicy::parse(&claim.allow_outgoing).map_err(|error| {
+            let refused =
+                ClientError::Refused { status: 0, code: "allow_outgoing".to_owned(), detail: error.to_string() };
+            failure::of_client(&refused, self.progress.get())
+        })
     }
 
     /// Converts an error of the engine into the reason why the attempt ended.
@@ -454,6 +485,7 @@ impl EngineRun {
                     backend: None,
                 };
                 let ended = train(input, &mut host);
+                host.close();
                 drop(host);
                 // Sending the result fails only during shutdown, when the receiver is dropped.
                 let _ = sender.send(ended);
@@ -476,7 +508,7 @@ async fn heartbeat_loop(
     stop: StopSignal,
     progress: Progress,
     rewards: Arc<Rewards>,
-    every: Duration,
+    (every, waits_for_servers): (Duration, watch::Receiver<bool>),
 ) {
     let mut answered = clock::now();
     // The first heartbeats follow each other closely, so that the server also learns the phase and the memory of an
@@ -491,6 +523,7 @@ async fn heartbeat_loop(
             phase: position.phase,
             status_reason: match waiting {
                 true => Some("waiting_for_reward".to_owned()),
+                false if *waits_for_servers.borrow() => Some("waiting_for_rollout".to_owned()),
                 false => position.is_fetching_model.then(|| "fetching_model".to_owned()),
             },
             step: position.step,

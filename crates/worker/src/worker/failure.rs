@@ -67,6 +67,12 @@ pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
             Some("the model's files are damaged: download the model again, register it, then submit the job again"),
         ),
         EngineError::Alert { fix, .. } => ("alert_stop", Some(fix.as_str())),
+        EngineError::RolloutMismatch { .. } => (
+            "rollout_mismatch",
+            Some(
+                "start every rollout server with the job's base model and precision and --logprobs-mode processed_logprobs, or set rollout.correction.mode; then resume the job from its last checkpoint",
+            ),
+        ),
         EngineError::Checkpoint(_) => {
             ("checkpoint_invalid", Some("resume the job from an older checkpoint, or submit it again"))
         }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::json;
 use tokio::runtime::Handle;
@@ -15,15 +16,21 @@ use super::events::Events;
 use super::failure;
 use super::journal::Journal;
 use super::signals::{Progress, StopSignal, drops_work};
-use crate::engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason};
+use crate::engine::error::EngineError;
+use crate::engine::host::{Generated, Host, RunEnd, SampleRequest, SavedCheckpoint, Score, ScoreRequest, StopReason};
 use crate::error_text::with_causes;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
+use crate::job::Failure;
 use crate::protocol::Publish;
 use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
 use crate::rollout::{RolloutId, SampledGroup};
+use crate::rollout_servers::Fleet;
 
 /// Maximum number of times that a checkpoint is uploaded if the server rejects it.
 const MAX_PUBLISH_ATTEMPTS: u32 = 5;
+
+/// Time limit for unloading a job's adapters from rollout servers at the end of an attempt.
+const SERVERS_FINISH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Implements [`Host`] (the engine's callbacks) for one attempt at a job. The methods run on the engine's thread and block until
 /// the async tasks have finished.
@@ -43,6 +50,10 @@ pub(super) struct JobHost {
     pub(super) eval_rewards: Option<Arc<Rewards>>,
     /// Tasks that compute rewards of a rollout while the engine does other work; cancelled when the host is dropped.
     pub(super) begun: HashMap<RolloutId, AbortOnDropHandle<Result<Scored, RewardFailure>>>,
+    /// The servers that sample the job's completions; `None` = the engine samples.
+    pub(super) servers: Option<Fleet>,
+    /// Warnings of these servers while a rollout is being sampled.
+    pub(super) server_notices: mpsc::UnboundedReceiver<Event>,
     /// Reward metrics of the current step, for training and for evaluation, until the step's metrics are sent.
     pub(super) reward_metrics: [Metrics; 2],
 }
@@ -79,14 +90,6 @@ impl JobHost {
         match self.stop.get() {
             Some(stop) if drops_work(&stop) => RunEnd::Stopped(stop),
             Some(_) | None => failure::events_refused(self.progress.get()).into(),
-        }
-    }
-
-    fn log_warning(&self, event: &Event) {
-        match event {
-            Event::Warning { code, message, .. } => self.events.log(format!("warning {code}: {message}")),
-            Event::Reward { change, message, .. } => self.events.log(format!("{}: {message}", change.event())),
-            _ => {}
         }
     }
 
@@ -158,7 +161,7 @@ impl Host for JobHost {
                     stop = self.stop.wait_for(|_| true) => break Err(stop),
                     scored = &mut scoring => break Ok(scored),
                     Some(notice) = self.notices.recv() => {
-                        self.log_warning(&notice);
+                        log_warning(&self.events, &notice);
                         // If the warning cannot be sent, the attempt is stopped, which also ends this loop.
                         let _ = self.events.send(notice);
                     }
@@ -166,7 +169,7 @@ impl Host for JobHost {
             }
         });
         while let Ok(notice) = self.notices.try_recv() {
-            self.log_warning(&notice);
+            log_warning(&self.events, &notice);
             self.send(notice)?;
         }
         let scored = match scored {
@@ -200,12 +203,13 @@ impl Host for JobHost {
                 let rewards = std::mem::take(&mut self.reward_metrics[phase_index(*kind)]);
                 metrics.extend(rewards.into_iter().map(|(name, value)| (format!("{prefix}{name}"), value)));
                 if *kind == SamplePhase::Train {
+                    metrics.extend(self.servers.iter_mut().flat_map(Fleet::take_metrics));
                     self.progress.complete_step(*step);
                 }
                 self.events.log(step_line(*step, *kind, metrics));
             }
             Event::Samples { .. } => {}
-            Event::Warning { .. } | Event::Reward { .. } => self.log_warning(&event),
+            Event::Warning { .. } | Event::Reward { .. } => log_warning(&self.events, &event),
             Event::Alert { alert } => {
                 self.events.log(format!("alert {}: {}; fix: {}", alert.rule.as_str(), alert.message, alert.fix));
             }
@@ -270,12 +274,55 @@ impl Host for JobHost {
         Ok(())
     }
 
+    fn sample(&mut self, request: &SampleRequest<'_>) -> Result<Vec<Vec<Generated>>, RunEnd> {
+        let Some(servers) = &mut self.servers else {
+            return Err(RunEnd::Failed(EngineError::Input("the job has no rollout servers".to_owned())));
+        };
+        let sampled = self.runtime.block_on(async {
+            let mut sampling = std::pin::pin!(servers.sample(request));
+            loop {
+                tokio::select! {
+                    biased;
+                    stop = self.stop.wait_for(|_| true) => break Err(stop),
+                    sampled = &mut sampling => break Ok(sampled),
+                    Some(notice) = self.server_notices.recv() => {
+                        log_warning(&self.events, &notice);
+                        // If the warning cannot be sent, the attempt is stopped, which also ends this loop.
+                        let _ = self.events.send(notice);
+                    }
+                }
+            }
+        });
+        while let Ok(notice) = self.server_notices.try_recv() {
+            log_warning(&self.events, &notice);
+            self.send(notice)?;
+        }
+        match sampled {
+            Ok(Ok(sampled)) => Ok(sampled),
+            Ok(Err(error)) => {
+                let step = request.id.step;
+                Err(self.pause_or_fail(error.pause_reason(), error.to_failure(step), step))
+            }
+            Err(stop) => Err(RunEnd::Stopped(stop)),
+        }
+    }
+
     fn wants_checkpoint(&self) -> bool {
         self.checkpoint_schedule.is_due(clock::now(), self.journal.is_large())
     }
 }
 
 impl JobHost {
+    /// Ends the use of rollout servers, as far as the servers answer in time.
+    pub(super) fn close(&mut self) {
+        if let Some(servers) = self.servers.take() {
+            let finished = self.runtime.block_on(tokio::time::timeout(SERVERS_FINISH_TIMEOUT, servers.finish()));
+            if finished.is_err() {
+                self.events.log("the rollout servers did not unload the job's adapters in time");
+            }
+        }
+    }
+
     /// Returns the job and rollout of a scoring request, and the rewards that score it: those of the training or of the evaluation.
     fn scoring_context(&self, id: RolloutId) -> (JobContext, Arc<Rewards>) {
         let rewards = match id.phase {
@@ -289,9 +336,13 @@ impl JobHost {
         if matches!(failure, RewardFailure::JournalClosed { .. }) {
             return self.unrecorded();
         }
-        let explained = failure.to_failure(step);
-        let Some(reason) = failure.pause_reason() else {
-            self.events.log(failure.to_string());
+        self.pause_or_fail(failure.pause_reason(), failure.to_failure(step), step)
+    }
+
+    /// Pauses the job for this reason; without one, fails it.
+    fn pause_or_fail(&mut self, reason: Option<&'static str>, explained: Failure, step: u64) -> RunEnd {
+        let Some(reason) = reason else {
+            self.events.log(&explained.message);
             return explained.into();
         };
         // The job's pause contains only a code, so a warning with the full message is sent before it.
@@ -301,6 +352,14 @@ impl JobHost {
             Ok(()) => self.stop_with(StopReason::Pause { reason: Some(reason.to_owned()) }),
             Err(error) => error,
         }
+    }
+}
+
+fn log_warning(events: &Events, event: &Event) {
+    match event {
+        Event::Warning { code, message, .. } => events.log(format!("warning {code}: {message}")),
+        Event::Reward { change, message, .. } => events.log(format!("{}: {message}", change.event())),
+        _ => {}
     }
 }
 

@@ -239,6 +239,7 @@ async fn attempt_with_cache(
     tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
     let scratch = tempfile::tempdir().unwrap();
     let worker = Worker {
+        adapter_dir: scratch.path().join("adapters"),
         client: Client::new(&server, "the-token", true).unwrap(),
         id: WorkerId::new(),
         child: false,
