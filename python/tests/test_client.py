@@ -277,6 +277,14 @@ class Writing(WithServer):
         with self.assertRaises(FileNotFoundError):
             self.client.upload_dataset(self.folder / "missing.csv")
 
+    def test_a_dataset_of_the_hub_is_named_with_its_settings(self):
+        with mock.patch.object(self.client, "request", return_value={"state": "downloading"}) as request:
+            dataset = self.client.add_dataset("openai/gsm8k", config="main", split=None, map={"prompt": "question"})
+        wanted = {"hub": "openai/gsm8k", "config": "main", "map": {"prompt": "question"}}
+        request.assert_called_once_with("POST", "/datasets", wanted)
+        self.assertEqual(dataset["state"], "downloading")
+        self.assertIn("org/name", self.refused(422, "invalid_body", self.client.add_dataset, "none//name").detail)
+
     def test_a_model_is_registered_by_its_folder(self):
         model = self.client.add_model("mine/copy", source=str(self.data / "demo-model"))
         self.assertIn("mine/copy", [model["id"] for model in self.client.pages("/models")])
