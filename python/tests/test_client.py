@@ -140,7 +140,8 @@ class Reading(WithServer):
 class Pulling(WithServer):
     def test_an_adapter_and_a_checkpoint_become_folders(self):
         self.assertEqual(self.client.pull(self.demo, self.folder / "a" / "adapter"), self.folder / "a" / "adapter")
-        self.assertEqual(sorted(self.tree(self.folder / "a/adapter")), ["adapter_config.json", "adapter_model.safetensors"])
+        files = ["adapter_config.json", "adapter_model.safetensors", "certificate.json"]
+        self.assertEqual(sorted(self.tree(self.folder / "a/adapter")), files)
         self.assertEqual(os.listdir(self.folder / "a"), ["adapter"])
         checkpoint = next(self.client.pages(f"/jobs/{self.demo}/checkpoints"))
         (self.folder / "empty").mkdir()
