@@ -140,7 +140,8 @@ class Reading(WithServer):
 class Pulling(WithServer):
     def test_an_adapter_and_a_checkpoint_become_folders(self):
         self.assertEqual(self.client.pull(self.demo, self.folder / "a" / "adapter"), self.folder / "a" / "adapter")
-        self.assertEqual(sorted(self.tree(self.folder / "a/adapter")), ["adapter_config.json", "adapter_model.safetensors"])
+        files = ["adapter_config.json", "adapter_model.safetensors", "certificate.json"]
+        self.assertEqual(sorted(self.tree(self.folder / "a/adapter")), files)
         self.assertEqual(os.listdir(self.folder / "a"), ["adapter"])
         checkpoint = next(self.client.pages(f"/jobs/{self.demo}/checkpoints"))
         (self.folder / "empty").mkdir()
@@ -276,6 +277,14 @@ class Writing(WithServer):
         self.assertTrue(error.errors[0]["pointer"], error)
         with self.assertRaises(FileNotFoundError):
             self.client.upload_dataset(self.folder / "missing.csv")
+
+    def test_a_dataset_of_the_hub_is_named_with_its_settings(self):
+        with mock.patch.object(self.client, "request", return_value={"state": "downloading"}) as request:
+            dataset = self.client.add_dataset("openai/gsm8k", config="main", split=None, map={"prompt": "question"})
+        wanted = {"hub": "openai/gsm8k", "config": "main", "map": {"prompt": "question"}}
+        request.assert_called_once_with("POST", "/datasets", wanted)
+        self.assertEqual(dataset["state"], "downloading")
+        self.assertIn("org/name", self.refused(422, "invalid_body", self.client.add_dataset, "none//name").detail)
 
     def test_a_model_is_registered_by_its_folder(self):
         model = self.client.add_model("mine/copy", source=str(self.data / "demo-model"))

@@ -11,10 +11,10 @@ use crate::hub::{COMMIT, Running, start};
 use crate::hub_models::{delete, held, post, serve};
 use crate::processes::{Server, model_copy, register, spec};
 
-const NUM_ROWS: usize = 200;
+pub const NUM_ROWS: usize = 200;
 
 /// A dataset of one file that is larger than what the hub sends before it is released.
-fn rows() -> BTreeMap<String, Vec<u8>> {
+pub fn rows() -> BTreeMap<String, Vec<u8>> {
     let row = |index: usize| {
         format!("{{\"question\":\"{index}?\",\"answer\":\"{index}\",\"pad\":\"{}\"}}\n", "x".repeat(9000))
     };
@@ -25,7 +25,7 @@ fn wanted() -> Value {
     json!({"hub": "fake/rows", "map": {"prompt": "question", "drop": ["pad"]}})
 }
 
-fn release(hub: &Running) {
+pub fn release(hub: &Running) {
     hub.fake.faults.released.store(true, Ordering::SeqCst);
 }
 

@@ -1,7 +1,7 @@
 //! Models on a hub with real processes: registered, downloaded, waited for, resumed; each refusal with its text.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -280,15 +280,32 @@ async fn a_download_that_cannot_succeed_fails_the_jobs_that_wait_and_says_why() 
     assert_eq!(answer["errors"][0]["code"], "model_download_failed", "{answer}");
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn offline_a_snapshot_of_the_local_cache_is_read_in_place() {
-    let dir = tempfile::tempdir().unwrap();
-    let model = model_copy(&dir.path().join("model"));
-    let cached = dir.path().join("hf/hub/models--fake--tiny");
+/// Writes the test model to the local cache in `hf` of a folder, as the snapshot of a repository.
+fn cached(dir: &Path, repo: &str) -> PathBuf {
+    let model = model_copy(&dir.join("model"));
+    let cached = dir.join(format!("hf/hub/models--{}", repo.replace('/', "--")));
     std::fs::create_dir_all(cached.join("refs")).unwrap();
     std::fs::create_dir_all(cached.join("snapshots")).unwrap();
     std::fs::write(cached.join("refs/main"), COMMIT).unwrap();
     std::os::unix::fs::symlink(&model, cached.join("snapshots").join(COMMIT)).unwrap();
+    cached
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_renamed_model_of_the_local_cache_has_its_new_name_too() {
+    let hub = start(repository(), Faults::default()).await;
+    let dir = tempfile::tempdir().unwrap();
+    cached(dir.path(), OLD_MODEL);
+    let home = dir.path().join("hf");
+    let server = serve(&dir.path().join("data"), &hub, &[("HF_HOME", home.to_str().unwrap())]);
+    let (status, model) = post(&server, "/models", &[], &json!({"hub": OLD_MODEL})).await;
+    assert_eq!((status, &model["state"], &model["renamed_to"]), (201, &json!("ready"), &json!("fake/tiny")), "{model}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn offline_a_snapshot_of_the_local_cache_is_read_in_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let cached = cached(dir.path(), "fake/tiny");
     let mut command = command(&dir.path().join("data"), "none");
     command.env("HF_HOME", dir.path().join("hf"));
     let server = Server::start_by(&mut command);
@@ -366,53 +383,6 @@ async fn weights_in_git_itself_are_verified_by_their_git_hash() {
     let model = model_when(&server, "ready").await;
     register(&server, "folder", &model_copy(&dir.path().join("model"))).await;
     assert_eq!(model["sha256"], server.get("/models/folder").await["sha256"]);
-}
-
-/// The files of the test model, and those of a reward model as the repository `fake/twin`.
-fn with_reward_model() -> BTreeMap<String, Vec<u8>> {
-    let mut files = repository();
-    for entry in std::fs::read_dir(rlood_test_support::fixture("reward_models/qwen3")).unwrap() {
-        let entry = entry.unwrap();
-        let bytes = std::fs::read(entry.path()).unwrap();
-        files.insert(format!("twin/{}", entry.file_name().to_str().unwrap()), bytes);
-    }
-    files
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reward_names_a_model_of_the_hub_and_the_job_waits_for_it() {
-    let hub = start(with_reward_model(), held()).await;
-    let dir = tempfile::tempdir().unwrap();
-    let server = serve(&dir.path().join("data"), &hub, &[]);
-    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
-    let mut wanted = spec("tiny", 1);
-    wanted["rewards"] = json!([{"type": "reward_model", "model": "fake/twin"}]);
-    let checked = server.post("/jobs/validate", &wanted).await;
-    assert_eq!((&checked["valid"], &checked["errors"]), (&json!(true), &json!([])), "{checked}");
-    assert_eq!(server.get("/models").await["data"].as_array().unwrap().len(), 1);
-
-    let job = server.submit(&wanted).await;
-    let view = server.get(&format!("/jobs/{job}")).await;
-    assert_eq!((&view["state"], &view["status_reason"]), (&json!("queued"), &json!("model_downloading")), "{view}");
-    let path = "/models/fake%2Ftwin";
-    let model = server.get(path).await;
-    assert_eq!((&model["state"], &model["card"]["task"]), (&json!("downloading"), &json!("sequence_classification")));
-    assert_eq!(delete(&server, path).await, 409);
-    tokio::time::sleep(Duration::from_secs(6)).await;
-    assert_eq!(server.get(&format!("/jobs/{job}")).await["state"], "queued");
-    let events = server.get(&format!("/jobs/{job}/events?limit=100")).await;
-    let told = events["data"].as_array().unwrap().iter().any(|event| event["type"] == "model.downloading");
-    assert!(told, "{events}");
-    hub.fake.faults.released.store(true, std::sync::atomic::Ordering::SeqCst);
-    let view = server.job_in_state(&job, "succeeded").await;
-    assert_eq!(view["plan"]["reward_models"]["fake/twin"], server.get(path).await["sha256"], "{view}");
-
-    for (model, code) in [("fake/none", "invalid_model"), ("none", "unknown_model"), ("fake/tiny", "invalid_model")] {
-        wanted["rewards"][0]["model"] = json!(model);
-        let checked = server.post("/jobs/validate", &wanted).await;
-        let error = &checked["errors"][0];
-        assert_eq!((&error["pointer"], &error["code"]), (&json!("/rewards/0/model"), &json!(code)), "{checked}");
-    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -143,3 +143,28 @@ async fn each_owner_has_its_own_row_of_a_gated_model_and_learns_of_no_other() {
     assert_eq!(remove(&format!("/models/{}", ids[0].replace('/', "%2F")), &operator).await, 204);
     assert!(!folder.exists());
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_operators_token_is_used_for_those_whom_the_setting_names() {
+    let hub = start(repository(), Faults { gated: Some(TOKEN), ..Faults::default() }).await;
+    for (setting, status_of_a_user) in [("admins", 422), ("everyone", 202)] {
+        let dir = tempfile::tempdir().unwrap();
+        let data = dir.path().join("data");
+        let variables = [
+            ("RLOOD_API_KEY", OPERATOR),
+            ("RLOOD_ALLOW_OUTGOING", "loopback"),
+            ("HF_TOKEN", TOKEN),
+            ("RLOOD_HUB_TOKEN_FOR", setting),
+        ];
+        let server = serve(&data, &hub, &variables);
+        let (user, operator) = (key(&server, "ann").await, format!("Bearer {OPERATOR}"));
+        let wanted = json!({"id": "anns/tiny", "hub": "fake/tiny"});
+        let (status, answer) = post(&server, "/models", &[("authorization", &user)], &wanted).await;
+        assert_eq!(status, status_of_a_user, "{setting}: {answer}");
+        assert!(!answer.to_string().contains(TOKEN), "{answer}");
+        let wanted = json!({"id": "operators/tiny", "hub": "fake/tiny"});
+        let (status, answer) = post(&server, "/models", &[("authorization", &operator)], &wanted).await;
+        assert_eq!(status, 202, "{setting}: {answer}");
+        assert!(!answer.to_string().contains(TOKEN), "{answer}");
+    }
+}

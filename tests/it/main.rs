@@ -40,6 +40,7 @@ mod hub_dataset_downloads;
 mod hub_datasets;
 mod hub_models;
 mod hub_owners;
+mod hub_reward_models;
 mod hub_space;
 mod idempotency;
 mod job_events;

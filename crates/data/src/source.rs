@@ -106,6 +106,7 @@ enum Packing {
 #[derive(Debug, Clone, Default)]
 pub struct Wanted {
     /// Columns to read; None means all.
+    #[cfg_attr(not(feature = "parquet"), expect(dead_code, reason = "only parquet files are read by column"))]
     pub only: Option<Vec<String>>,
     /// Columns to leave out, if the file has them.
     pub without: Vec<String>,

@@ -421,4 +421,21 @@ mod tests {
         assert_eq!(Token::new("a\nb"), None);
         assert_eq!(Token::new("  "), None);
     }
+
+    #[test]
+    fn a_redirect_never_leads_from_https_to_an_unencrypted_address() {
+        let policy = OutgoingPolicy::parse(&["loopback"]).unwrap();
+        let client = rlood_rewards::http_client::restricted_client_builder(&policy).build().unwrap();
+        for (endpoint, target, is_followed) in [
+            ("https://hub.example", "http://cdn.example/file", false),
+            ("https://hub.example", "http://hub.example/file", false),
+            ("https://hub.example", "https://cdn.example/file", true),
+            ("https://hub.example", "/other/file", true),
+            ("http://127.0.0.1:8000", "http://127.0.0.1:9000/file", true),
+        ] {
+            let hub = Hub::new(client.clone(), HubSettings::new(endpoint, policy.clone()).unwrap());
+            let followed = hub.follow(&hub.settings.endpoint, Some(target));
+            assert_eq!(followed.is_ok(), is_followed, "{endpoint} {target}: {followed:?}");
+        }
+    }
 }

@@ -207,6 +207,11 @@ class Client:
         fields = {**({"name": name} if name else {}), **({"mapping": json.dumps(recipe)} if recipe else {})}
         return self._call("POST", "/datasets", *form(fields, file_name, size, pieces))
 
+    def add_dataset(self, hub: str, name: Optional[str] = None, **settings: Any) -> types.Dataset:
+        """Imports a dataset of the Hub (`config`, `split`, `revision`, `map`…). A long download continues: `state` is `downloading`."""
+        given = {"hub": hub, "name": name, **settings}
+        return self.request("POST", "/datasets", {key: value for key, value in given.items() if value is not None})
+
     def add_model(self, id: Optional[str] = None, source: Optional[FilePath] = None, **more: Any) -> types.Model:
         """Registers a model: a folder on the server (`id` and `source`), or one of the Hub (`hub="org/name"`, `revision`)."""
         given = {"id": id, "source": source and os.fspath(source), **more}

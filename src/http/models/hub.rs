@@ -123,7 +123,11 @@ pub(in crate::http) async fn inspect(
     if let Some(cached) = cache.and_then(|cache| find_cached(cache, &at_commit))
         && verify_cached(&cached).await.map_err(|error| problem(&error))?.is_none()
     {
-        return cached_model(naming, cached.path, origin).await;
+        let mut inspected = cached_model(naming, cached.path, origin).await?;
+        if let Some(name) = plan.renamed_to {
+            inspected.new.card[RENAMED_TO] = name.into();
+        }
+        return Ok(inspected);
     }
     outline(state, &hub, naming, plan, origin).await
 }

@@ -1,10 +1,15 @@
 //! Models, datasets and completion.
 
+use std::collections::BTreeMap;
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
 use serde_json::json;
 
 use super::{User, named, start};
-use crate::hub::{self, Faults};
-use crate::hub_models::{TOKEN, repository, serve};
+use crate::hub::{self, COMMIT, Faults};
+use crate::hub_dataset_downloads::{NUM_ROWS, release, rows};
+use crate::hub_models::{TOKEN, held, repository, serve};
 use crate::processes::model_copy;
 
 #[tokio::test]
@@ -87,6 +92,84 @@ async fn datasets_are_uploaded_mapped_listed_shown_and_removed() {
     user.run(&["datasets", "upload", "missing.csv"]).failed(2, "missing.csv");
     user.run(&["datasets", "remove", id, mapped.trim()]).ok();
     assert_eq!(server.get("/datasets").await["data"], json!([]));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn datasets_of_the_hub_are_imported_with_their_settings_and_a_token() {
+    let lines = |folder: &str, answer: u32| {
+        let row = |index: u32| format!("{{\"question\":\"{folder} {index}?\",\"answer\":\"{}\"}}\n", index + answer);
+        ((0..5).map(row).collect::<String>()).into_bytes()
+    };
+    let readme = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n  - split: test\n    \
+                  path: main/test.jsonl\n- config_name: other\n  data_files: other/train.jsonl\n---\n";
+    let mut files = BTreeMap::from([("README.md".to_owned(), readme.as_bytes().to_vec())]);
+    for (folder, answer) in [("main/train", 1), ("main/test", 2), ("other/train", 3)] {
+        files.insert(format!("{folder}.jsonl"), lines(folder, answer));
+    }
+    let fake = hub::start(files, Faults { gated: Some(TOKEN), ..Faults::default() }).await;
+    let mut user = User::new();
+    let server = serve(&user.path("data"), &fake, &[]);
+    user.variables.push(("RLOOD_SERVER".to_owned(), server.url.clone()));
+    user.write("map.yaml", "columns: {answer: answer}\n");
+    let add = ["datasets", "add", "fake/rows", "--config", "main", "--map", "map.yaml", "--prompt", "question"];
+    user.run(&add).failed(2, "gated");
+    user.variables.push(("RLOOD_HUB_TOKEN".to_owned(), TOKEN.to_owned()));
+    user.run(&[&add[..4], &["none", "--prompt", "question"]].concat()).failed(2, "main");
+    user.run(&[&add[..], &["--revision", "nope"]].concat()).failed(2, "nope");
+    user.run(&[&add[..], &["--seed", "1"]].concat()).failed(2, "--limit");
+    let settings = ["--split", "test", "--name", "tests", "--limit", "2", "--seed", "7", "--revision", COMMIT];
+    let imported = user.run(&[&add[..], &settings].concat());
+    assert!(!format!("{imported:?}").contains(TOKEN) && imported.err.contains("ready"), "{imported:?}");
+    let id = imported.ok();
+    let id = id.trim();
+    let dataset = server.get(&format!("/datasets/{id}")).await;
+    let origin = &dataset["origin"];
+    assert_eq!((&dataset["name"], &dataset["num_rows"]), (&json!("tests"), &json!(2)), "{dataset}");
+    assert_eq!(
+        (&origin["config"], &origin["split"], &origin["commit"]),
+        (&json!("main"), &json!("test"), &json!(COMMIT))
+    );
+    let recipe = json!({"map": {"prompt": "question", "columns": {"answer": "answer"}}, "limit": 2, "seed": 7});
+    assert_eq!(origin["recipe"], recipe, "{dataset}");
+    assert!(user.run(&["datasets", "rows", "tests"]).ok().contains("main/test"));
+    let shown = user.run(&["datasets", "show", "tests"]).ok();
+    assert!(shown.contains(&format!("fake/rows at {COMMIT}")), "{shown}");
+    // The same settings are the same dataset. The revision can be a part of the name.
+    let again = ["datasets", "add", &format!("fake/rows@{COMMIT}"), "--config", "main", "--map", "map.yaml", "--json"];
+    let again = user.run(&[&again[..], &["--prompt", "question"], &settings[..8]].concat()).json();
+    assert_eq!((&again["id"], &again["state"]), (&json!(id), &json!("ready")), "{again}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dataset_of_the_hub_is_followed_until_it_is_downloaded() {
+    let fake = hub::start(rows(), held()).await;
+    let mut user = User::new();
+    let server = serve(&user.path("data"), &fake, &[]);
+    user.variables.push(("RLOOD_SERVER".to_owned(), server.url.clone()));
+    let add = ["datasets", "add", "fake/rows", "--map", r#"{"prompt": "question", "drop": ["pad"]}"#];
+    let begun = user.run(&[&add[..], &["--no-wait", "--json"]].concat()).json();
+    assert_eq!(begun["state"], "downloading", "{begun}");
+    let listed = user.run(&["datasets", "list"]).ok();
+    assert!(listed.contains("downloading"), "{listed}");
+    let follow = |arguments: &[&str]| {
+        let mut command = user.command(arguments);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let (following, failing) = (follow(&add), follow(&["datasets", "add", "fake/rows", "--prompt", "nope"]));
+    while server.get("/datasets").await["data"].as_array().unwrap().len() < 2 {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    release(&fake);
+    let end = async |child: Child| tokio::task::spawn_blocking(|| child.wait_with_output().unwrap()).await.unwrap();
+    let (followed, failed) = (end(following).await, end(failing).await);
+    let problem = String::from_utf8_lossy(&failed.stderr);
+    assert!(failed.status.code() == Some(1) && problem.contains("nope"), "{problem}");
+    let (out, err) = (String::from_utf8_lossy(&followed.stdout), String::from_utf8_lossy(&followed.stderr));
+    assert!(followed.status.success() && err.contains("downloading") && err.contains("ready"), "{err}");
+    assert_eq!(out.trim(), begun["id"], "{err}");
+    assert_eq!(server.get(&format!("/datasets/{}", out.trim())).await["num_rows"], NUM_ROWS);
+    assert_eq!(user.run(&add).ok(), out);
 }
 
 #[tokio::test]

@@ -1,17 +1,18 @@
-//! `rlood datasets`: lists, uploads, shows and removes datasets.
+//! `rlood datasets`: lists, uploads, imports, shows and removes datasets.
 
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use rlood_types::dataset::{Recipe, RecipeMap};
 use rlood_types::id::DatasetId;
+use rlood_types::spec::HubDataset;
 use rlood_types::spec::format::Format;
 use serde_json::{Value, json};
 
-use crate::commands::models::state;
+use crate::commands::models::{downloaded, state};
 use crate::context::{Common, Context};
 use crate::error::CliError;
-use crate::follow::text;
+use crate::follow::{OutageRetry, interruptible, text};
 use crate::job_file::local_rows::LocalRows;
 use crate::job_file::uploads;
 use crate::listing::Listing;
@@ -40,6 +41,8 @@ pub enum Action {
     },
     /// Upload a file of rows and print the dataset's id. A file that was uploaded before is not uploaded again.
     Upload(Upload),
+    /// Import a dataset of the Hugging Face Hub, which the server downloads, and print the dataset's id.
+    Add(Add),
     /// Show a dataset's columns, size and hash.
     Show {
         /// Dataset: its id, or its name if the name is unique.
@@ -72,7 +75,47 @@ pub struct Upload {
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
 
-    /// Mapping from the file's columns to the fields of a row, like `map` of a job's dataset: inline JSON, or a
+    /// How the rows are converted.
+    #[command(flatten)]
+    pub mapping: Mapping,
+}
+
+/// Flags of `rlood datasets add`.
+#[derive(Debug, Clone, Args)]
+pub struct Add {
+    /// Repository on the Hub: ORG/NAME[@REVISION].
+    #[arg(value_name = "ORG/NAME")]
+    pub repo: String,
+
+    /// Branch, tag or commit. Default: main.
+    #[arg(long, value_name = "REVISION")]
+    pub revision: Option<String>,
+
+    /// Configuration (subset) of the dataset. Default: the default configuration, or the only one.
+    #[arg(long, value_name = "NAME")]
+    pub config: Option<String>,
+
+    /// Split of the dataset. Default: train, or the only split.
+    #[arg(long, value_name = "NAME")]
+    pub split: Option<String>,
+
+    /// Name of the dataset.
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+
+    /// How the rows are converted.
+    #[command(flatten)]
+    pub mapping: Mapping,
+
+    /// Do not wait until the server has downloaded the dataset. Jobs may name it meanwhile, and wait for it.
+    #[arg(long)]
+    pub no_wait: bool,
+}
+
+/// Flags for the conversion of rows.
+#[derive(Debug, Clone, Args)]
+pub struct Mapping {
+    /// Mapping from the source's columns to the fields of a row, like `map` of a job's dataset: inline JSON, or a
     /// JSON, YAML or TOML file.
     #[arg(long, value_name = "JSON|FILE")]
     pub map: Option<String>,
@@ -100,6 +143,7 @@ pub async fn run(context: &Context, args: &Datasets) -> Result<u8, CliError> {
     match &args.action {
         Action::List { quiet } => list(context, *quiet).await?,
         Action::Upload(args) => upload(context, args).await?,
+        Action::Add(args) => add(context, args).await?,
         Action::Show { dataset } => {
             let id = find(context, dataset).await?;
             let answer = context.client.raw_get(&["datasets", &id]).send().await?;
@@ -157,7 +201,10 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
         return listing.items.iter().try_for_each(|dataset| context.out.line(text(dataset, "id")));
     }
     if listing.items.is_empty() {
-        context.out.note("the server has no datasets yet; upload one with `rlood datasets upload FILE`");
+        context.out.note(
+            "the server has no datasets yet; upload one with `rlood datasets upload FILE`, or import \
+             one of the Hub with `rlood datasets add ORG/NAME`",
+        );
         return Ok(());
     }
     let mut table = Table::new(&["id", "rows", "size", "uploaded", "name"]);
@@ -174,7 +221,7 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
 }
 
 async fn upload(context: &Context, args: &Upload) -> Result<(), CliError> {
-    let mapping = recipe(args)?;
+    let mapping = Some(recipe(&args.mapping)?).filter(|recipe| *recipe != Recipe::default());
     let rows = LocalRows::open(context, &args.file, mapping)?;
     let id = uploads::upload_once(context, &rows, args.name.as_deref()).await?;
     if context.out.json {
@@ -184,9 +231,45 @@ async fn upload(context: &Context, args: &Upload) -> Result<(), CliError> {
     context.out.line(id)
 }
 
-/// Builds the settings by which the server converts the uploaded rows from the flags; `None` when the rows are uploaded unchanged.
-fn recipe(args: &Upload) -> Result<Option<Recipe>, CliError> {
-    let Upload { file: _, name: _, map, prompt, system, limit, seed } = args;
+async fn add(context: &Context, args: &Add) -> Result<(), CliError> {
+    let Add { repo, revision, config, split, name, mapping, no_wait } = args;
+    let Recipe { map, limit, seed } = recipe(mapping)?;
+    let (revision, config, split) = (revision.clone(), config.clone(), split.clone());
+    let wanted = HubDataset { hub: repo.clone(), revision, config, split, map, limit, seed };
+    let mut outage = OutageRetry::default();
+    let id = loop {
+        let created = context.client.create_hub_dataset(name.as_deref(), &wanted).await;
+        if let Some(dataset) = outage.unwrap_or_wait(&context.out, created).await? {
+            break dataset.id.to_string();
+        }
+    };
+    let path = ["datasets", id.as_str()];
+    let answer = match no_wait {
+        true => context.client.raw_get(&path).send().await?,
+        false => {
+            let again = format!("rlood datasets show {id}");
+            interruptible(&again, downloaded(context, &path)).await?
+        }
+    };
+    let dataset = &answer.value;
+    if context.out.json {
+        context.out.json(&answer.text)?;
+    } else {
+        context.out.line(shown(&dataset["id"]))?;
+        context.out.note(state(dataset));
+    }
+    match text(dataset, "state") {
+        "failed" => {
+            let problem = clean(text(dataset, "problem"));
+            Err(CliError::Failed(format!("the download of the dataset failed: {problem}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Builds the settings by which the server converts the rows from the flags.
+fn recipe(args: &Mapping) -> Result<Recipe, CliError> {
+    let Mapping { map, prompt, system, limit, seed } = args;
     let mut value = match map {
         None => json!({}),
         Some(text) if text.trim_start().starts_with('{') => rlood_types::strict_json::read(text.as_bytes())
@@ -210,8 +293,7 @@ fn recipe(args: &Upload) -> Result<Option<Recipe>, CliError> {
             serde_json::from_value::<RecipeMap>(value).map_err(|error| CliError::Usage(format!("--map: {error}")))?,
         ),
     };
-    let recipe = Recipe { map, limit: *limit, seed: *seed };
-    Ok((recipe != Recipe::default()).then_some(recipe))
+    Ok(Recipe { map, limit: *limit, seed: *seed })
 }
 
 fn show(context: &Context, dataset: &Value) -> Result<(), CliError> {
@@ -223,6 +305,10 @@ fn show(context: &Context, dataset: &Value) -> Result<(), CliError> {
     }
     if dataset["problem"].is_string() {
         line("problem", shown(&dataset["problem"]))?;
+    }
+    let origin = &dataset["origin"];
+    if origin["hub"].is_string() {
+        line("hub", format!("{} at {}", shown(&origin["hub"]), shown(&origin["commit"])))?;
     }
     line("rows", shown(&dataset["num_rows"]))?;
     line("size", format_bytes(dataset["size_bytes"].as_u64().unwrap_or(0)))?;

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use rlood_client::RawAnswer;
 use serde_json::{Value, json};
 
 use crate::context::{Common, Context};
@@ -13,7 +14,7 @@ use crate::listing::Listing;
 use crate::output::{NONE, Table, clean, format_age, format_bytes, format_duration, shown};
 use crate::target::is_loopback;
 
-/// How often the server is asked for the progress of a model's download.
+/// How often the server is asked for the progress of a download.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Flags of `rlood models`.
@@ -163,40 +164,51 @@ async fn add(
             None => json!({"hub": name}),
         },
     };
-    let mut call = context.client.raw_post(&["models"]).body(&body);
+    let mut outage = OutageRetry::default();
+    let mut answer = loop {
+        let created = context.client.raw_post(&["models"]).body(&body).send().await;
+        if let Some(answer) = outage.unwrap_or_wait(&context.out, created).await? {
+            break answer;
+        }
+    };
+    if wait && text(&answer.value, "state") == "downloading" {
+        answer = downloaded(context, &["models", text(&answer.value, "id")]).await?;
+    }
+    let model = &answer.value;
+    if context.out.json {
+        context.out.json(&answer.text)?;
+    } else {
+        context.out.line(shown(&model["id"]))?;
+        context.out.note(state(model));
+    }
+    if text(model, "state") == "failed" {
+        return Err(CliError::Failed(format!("the download of the model failed: {}", clean(text(model, "problem")))));
+    }
+    Ok(0)
+}
+
+/// Asks the server for a model or dataset until it is not downloading any more, and prints the progress.
+///
+/// # Errors
+/// Fails when the model or dataset was deleted, or the server is unreachable for too long.
+pub async fn downloaded(context: &Context, path: &[&str]) -> Result<RawAnswer, CliError> {
     let mut outage = OutageRetry::default();
     let mut last_line = String::new();
     loop {
-        let Some(answer) = outage.unwrap_or_wait(&context.out, call.send().await).await? else {
-            call = context.client.raw_post(&["models"]).body(&body);
-            continue;
-        };
-        let model = &answer.value;
-        let is_downloading = text(model, "state") == "downloading";
-        if !is_downloading || !wait {
-            if context.out.json {
-                context.out.json(&answer.text)?;
-            } else {
-                context.out.line(shown(&model["id"]))?;
-                context.out.note(state(model));
-            }
-            if text(model, "state") == "failed" {
-                return Err(CliError::Failed(format!(
-                    "the download of the model failed: {}",
-                    clean(text(model, "problem"))
-                )));
-            }
-            return Ok(0);
+        let answer = context.client.raw_get(path).send().await;
+        let Some(answer) = outage.unwrap_or_wait(&context.out, answer).await? else { continue };
+        let found = &answer.value;
+        if text(found, "state") != "downloading" {
+            return Ok(answer);
         }
         let eta =
-            model["eta_s"].as_f64().map(|eta| format!(", {} remaining", format_duration(eta))).unwrap_or_default();
-        let line = format!("{}{eta}", state(model));
+            found["eta_s"].as_f64().map(|eta| format!(", {} remaining", format_duration(eta))).unwrap_or_default();
+        let line = format!("{}{eta}", state(found));
         if last_line != line {
             context.out.note(&line);
             last_line = line;
         }
         tokio::time::sleep(POLL_INTERVAL).await;
-        call = context.client.raw_get(&["models", text(model, "id")]);
     }
 }
 

@@ -1,6 +1,9 @@
 //! A remote file, read piece by piece. Fetched pieces are kept, so that a second preview of the same file fetches nothing.
 
-#![cfg_attr(not(feature = "parquet"), expect(dead_code, reason = "only parquet files are read piece by piece"))]
+#![cfg_attr(
+    not(any(feature = "parquet", test)),
+    expect(dead_code, reason = "only parquet files are read piece by piece")
+)]
 
 use std::io;
 use std::ops::Range;

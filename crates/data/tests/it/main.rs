@@ -126,6 +126,13 @@ fn a_damaged_parquet_file_is_an_error_and_never_a_panic() {
     );
 }
 
+#[cfg(not(feature = "parquet"))]
+#[test]
+fn a_build_without_parquet_names_the_command_that_reads_the_file() {
+    let error = refused(&[fixture("gsm8k-snappy.parquet")], gsm8k_mapping());
+    assert!(error.contains("built without parquet") && error.contains("--features parquet"), "{error}");
+}
+
 #[test]
 fn text_formats_are_detected_by_content_and_unpacked() {
     let dir = Dir::new();

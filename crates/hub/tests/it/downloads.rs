@@ -252,6 +252,20 @@ async fn what_does_not_pass_is_an_error_and_no_file() {
 }
 
 #[tokio::test]
+async fn a_download_that_the_disk_cannot_hold_is_refused_before_its_first_byte() {
+    let running = start(model(), Faults::default()).await;
+    let hub = running.client();
+    let mut plan = hub.plan_model(&tiny()).await.unwrap();
+    plan.files[0].size_bytes = 1 << 60;
+    let dir = tempfile::tempdir().unwrap();
+    let asked = running.seen().len();
+    let done = hub.download(&plan, &dir.path().join("parts"), &dir.path().join("model"), &Arc::default()).await;
+    let error = done.unwrap_err().to_string();
+    assert!(error.starts_with("fake/tiny needs ") && error.contains("free up disk space"), "{error}");
+    assert_eq!(running.seen().len(), asked);
+}
+
+#[tokio::test]
 async fn an_outline_has_the_small_files_and_the_headers_of_the_weights() {
     let mut files = model();
     let header = br#"{"a":{"dtype":"F32","shape":[49000],"data_offsets":[0,196000]}}"#;

@@ -22,10 +22,11 @@ use sha1::{Digest, Sha1};
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 /// Commit of the branch `next` of the model.
 pub const NEXT: &str = "89abcdef0123456789abcdef0123456789abcdef";
-/// Folders of the files that differ on the branch `next`, and in the repository `fake/twin`, which has the commit of `fake/tiny`.
-const VARIANTS: [&str; 2] = ["next/", "twin/"];
-/// Former names of the model `fake/tiny` and of the dataset `fake/rows`.
+/// Folders of the files that differ on the branch `next`, and in the repository `fake/twin`, which has the commits of `fake/tiny`.
+const VARIANTS: [&str; 3] = ["next/", "twin/", "twin-next/"];
+/// Former names of the models `fake/tiny` and `fake/twin`, and of the dataset `fake/rows`.
 pub const OLD_MODEL: &str = "former/tiny";
+pub const OLD_TWIN: &str = "former/twin";
 pub const OLD_DATASET: &str = "former/rows";
 /// Files on the branch with the Parquet copy.
 pub const CONVERTED: &str = "converted/";
@@ -202,6 +203,7 @@ fn variant(repo: &str, revision: &str) -> Option<(&'static str, &'static str)> {
         ("fake/tiny" | "fake/rows", "main" | COMMIT) => Some((COMMIT, "")),
         ("fake/tiny", "next" | NEXT) => Some((NEXT, "next/")),
         ("fake/twin", "main" | COMMIT) => Some((COMMIT, "twin/")),
+        ("fake/twin", "next" | NEXT) => Some((NEXT, "twin-next/")),
         _ => None,
     }
 }
@@ -254,7 +256,7 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
         return converted(&fake, request.uri().query().unwrap_or_default());
     }
     // Requests for the old names of renamed repositories are redirected on the same host.
-    for (old, new) in [(OLD_MODEL, "fake/tiny"), (OLD_DATASET, "fake/rows")] {
+    for (old, new) in [(OLD_MODEL, "fake/tiny"), (OLD_TWIN, "fake/twin"), (OLD_DATASET, "fake/rows")] {
         if path.contains(old) {
             let location = request.uri().to_string().replacen(old, new, 1);
             return (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, location)], "").into_response();
