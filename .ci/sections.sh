@@ -39,6 +39,14 @@ serving() {
     tests/serving/run.sh
 }
 
+section vllm "python3 with venv, PyPI, 8 GB of disk, 6 GB of memory" \
+    crates/engine/src/elsewhere.rs crates/engine/src/mismatch.rs crates/worker/src/rollout_servers crates/worker/src/rollout_servers.rs \
+    tests/fixtures/vllm tests/vllm
+vllm() {
+    cargo build --release --locked
+    tests/vllm/run.sh target/release/rlood
+}
+
 section certificate "python3 with venv, PyPI, 8 GB of disk" \
     crates/engine/src/certificate crates/engine/src/certificate.rs crates/types/src/certificate crates/types/src/certificate.rs \
     crates/cli/src/commands/verify crates/cli/src/commands/verify.rs tests/certificate

@@ -78,6 +78,7 @@ mod reward_health;
 mod reward_schemas;
 mod reward_server;
 mod reward_values;
+mod rollout_servers;
 mod scale;
 mod secrets;
 mod server;

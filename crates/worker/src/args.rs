@@ -51,6 +51,11 @@ pub struct WorkerArgs {
     #[arg(long, env = "RLOOD_ADAPTER_DIR", value_name = "DIR")]
     pub adapter_dir: Option<PathBuf>,
 
+    /// Python that has vLLM, for jobs whose completions a vLLM server of this worker samples (`rollout.colocate`). The workers of
+    /// `rlood serve` read the variable.
+    #[arg(long, env = "RLOOD_VLLM_PYTHON", value_name = "FILE")]
+    pub vllm_python: Option<PathBuf>,
+
     /// Seconds from SIGTERM until the worker exits, 2 to 3600. A worker that runs a job saves a checkpoint within four fifths
     /// of this time, returns the job to the queue (`preempted`), and exits with code 0. Set it below the notice that the
     /// machine gets, such as terminationGracePeriodSeconds in Kubernetes or a cloud's spot notice.

@@ -115,6 +115,8 @@ struct Worker {
     train: TrainFn,
     /// Folder in which adapters are published for rollout servers.
     adapter_dir: PathBuf,
+    /// Python that has vLLM, for servers that this worker starts.
+    vllm_python: Option<PathBuf>,
     /// Factor on the waits of reward requests; 1 except in tests.
     reward_pace: Pace,
     /// HTTP connections for rewards, kept from job to job while the policy for outgoing addresses stays the same.
@@ -161,6 +163,7 @@ async fn run_worker(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
     let adapter_dir = args.adapter_dir.unwrap_or_else(|| scratch_dir.join("rollout-adapters"));
     let worker = Worker {
         adapter_dir,
+        vllm_python: args.vllm_python,
         client: Client::new(&args.server, &args.token, args.child).map_err(WorkerError::Setting)?,
         id: args.id.unwrap_or_else(WorkerId::new),
         child: args.child,

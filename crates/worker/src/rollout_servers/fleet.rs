@@ -15,6 +15,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{RolloutClient, SampleOne, SampledOne, ServerError};
+use super::colocated::{Colocated, Launch};
 use super::prepare::{Checked, Preparation, Tolerance, Version};
 use super::publish;
 use crate::engine::host::{ExportedAdapter, Generated, SampleRequest};
@@ -47,6 +48,8 @@ pub(super) struct Settings {
     /// Time without a usable server after which the job pauses.
     pub timeout: Duration,
     pub tolerance: Tolerance,
+    /// The server that the worker starts itself, if the job asks for one. It is the only server then.
+    pub colocated: Option<Launch>,
     pub pace: Pace,
 }
 
@@ -128,6 +131,8 @@ pub(crate) struct Fleet {
     servers: Vec<Server>,
     /// The published adapters that servers may have, oldest first.
     versions: VecDeque<Arc<Version>>,
+    /// The running server of this worker; `None` before the first request.
+    colocated: Option<Colocated>,
     /// Checks and loads under way. They go on between two calls of `sample`, so that a slow server gets ready too.
     preparations: Running,
     /// Directories of unloaded adapters, and when they may be deleted.
@@ -157,12 +162,14 @@ impl Fleet {
             in_flight: 0,
             busy_until: None,
             invalid_in_a_row: 0,
-            is_announced_out: false,
+            // A server that the worker starts is out until it has loaded its model.
+            is_announced_out: settings.colocated.is_some(),
         });
         Self {
             settings,
             servers: servers.collect(),
             versions: VecDeque::new(),
+            colocated: None,
             preparations: Running::new(),
             retired,
             notices,
@@ -174,6 +181,9 @@ impl Fleet {
     /// Samples the completions of a request, `[prompts][completions]`. Waits while no server is usable, up to the timeout.
     pub(crate) async fn sample(&mut self, request: &SampleRequest<'_>) -> Result<Vec<Vec<Generated>>, FleetError> {
         self.publish(request.adapter)?;
+        if let Some(launch) = self.settings.colocated.as_ref().filter(|_| self.colocated.is_none()) {
+            self.colocated = Some(launch.start(request.adapter.max_tokens, self.notices.clone()));
+        }
         let requests = requests(request, &self.current().name, self.settings.job);
         let sampled = self.sample_all(&requests).await;
         self.is_waiting.send_replace(false);
@@ -186,6 +196,10 @@ impl Fleet {
     /// Unloads the job's adapters everywhere and deletes their directories, at the end of an attempt.
     pub(crate) async fn finish(mut self) {
         let versions = std::mem::take(&mut self.versions);
+        if self.colocated.take().is_some() {
+            // The server has ended, and with it every use of the directories.
+            self.servers.clear();
+        }
         for version in &versions {
             self.unload(&version.name).await;
             publish::delete(&version.dir);

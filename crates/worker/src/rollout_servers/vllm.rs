@@ -1,4 +1,4 @@
-//! vLLM's HTTP API, as far as a rollout server is concerned (vLLM 0.32; facts with sources in `docs/guides/past-one-device.md`).
+//! vLLM's HTTP API, as far as a rollout server is concerned (vLLM 0.32; facts with sources in `docs/guides/rollout-servers.md`).
 //!
 //! vLLM accepts unknown fields and checks almost nothing in an adapter: every answer is checked here, and every adapter by its
 //! log-probs in [`super::fleet`].

@@ -23,7 +23,7 @@ use super::journal::Journal;
 use super::reports::Reports;
 use super::signals::{Progress, StopSignal, drops_work};
 use super::{EXIT_DEVICE, EXIT_GRADING, EXIT_PANIC, TrainFn, Worker};
-use crate::device::process_memory_bytes;
+use crate::device::{Device, process_memory_bytes};
 use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, RunEnd, StopReason, TrainInput};
 use crate::error_text::with_causes;
@@ -250,7 +250,8 @@ impl Attempt {
             None => self.events.log("the job starts from the beginning"),
         }
         let (server_warnings, server_notices) = mpsc::unbounded_channel();
-        let servers = self.rollout_servers(worker, &claim, server_warnings, waits_for_servers)?;
+        let servers =
+            self.rollout_servers(worker, &claim, prepared.models.base(), (server_warnings, waits_for_servers))?;
         let host = JobHost {
             runtime: Handle::current(),
             client: self.client.clone(),
@@ -316,8 +317,8 @@ impl Attempt {
         &self,
         worker: &Worker,
         claim: &Claim,
-        notices: mpsc::UnboundedSender<Event>,
-        is_waiting: watch::Sender<bool>,
+        model_dir: &Path,
+        (notices, is_waiting): (mpsc::UnboundedSender<Event>, watch::Sender<bool>),
     ) -> Result<Option<Fleet>, Failure> {
         let context = FleetContext {
             job: self.claim_ref.job,
@@ -325,6 +326,10 @@ impl Attempt {
             folder: worker.adapter_dir.clone(),
             policy: &self.policy(claim)?,
             pace: worker.reward_pace,
+            vllm_python: worker.vllm_python.clone(),
+            device: worker.device.parse().unwrap_or(Device::Cpu),
+            threads: worker.threads,
+            model_dir,
             notices,
             is_waiting,
         };

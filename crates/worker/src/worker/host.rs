@@ -316,7 +316,8 @@ impl JobHost {
     /// Ends the use of rollout servers, as far as the servers answer in time.
     pub(super) fn close(&mut self) {
         if let Some(servers) = self.servers.take() {
-            let finished = self.runtime.block_on(tokio::time::timeout(SERVERS_FINISH_TIMEOUT, servers.finish()));
+            let finish = async { tokio::time::timeout(SERVERS_FINISH_TIMEOUT, servers.finish()).await };
+            let finished = self.runtime.block_on(finish);
             if finished.is_err() {
                 self.events.log("the rollout servers did not unload the job's adapters in time");
             }

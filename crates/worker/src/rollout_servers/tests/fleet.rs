@@ -190,6 +190,7 @@ fn fleet(
         max_concurrency: 3,
         timeout: Duration::from_millis(400),
         tolerance: Tolerance::of(ComputeDtype::F32),
+        colocated: None,
         pace: Pace::new(0.002).unwrap(),
     };
     (Fleet::new(settings, clients.collect(), sender, waiting), notices, is_waiting)
@@ -436,6 +437,7 @@ async fn a_folder_outside_of_the_mapped_one_is_an_error_with_its_remedy() {
         max_concurrency: 1,
         timeout: Duration::from_millis(200),
         tolerance: Tolerance::of(ComputeDtype::Bf16),
+        colocated: None,
         pace: Pace::new(0.01).unwrap(),
     };
     let client = Arc::<Simulated>::default() as Arc<dyn RolloutClient>;
