@@ -12,6 +12,7 @@ pub mod model_cache;
 pub mod one_shot;
 pub mod preflight;
 pub mod reward_model;
+pub mod runtime;
 pub mod serving;
 pub mod size;
 pub mod worker;

@@ -6,6 +6,7 @@
 mod algorithm;
 mod arithmetic;
 mod rewards;
+mod runtime;
 mod warm_up;
 
 use std::collections::BTreeMap;
@@ -19,6 +20,7 @@ use crate::id::{AdapterId, CheckpointId, DatasetId};
 pub use algorithm::*;
 pub use arithmetic::*;
 pub use rewards::*;
+pub use runtime::*;
 pub use warm_up::*;
 
 /// The resolved settings of a job. Every default has been filled in.
@@ -64,6 +66,12 @@ pub struct Plan {
     /// Which alert rules are on, and whether an alert pauses or ends the job.
     #[serde(default)]
     pub doctor: DoctorPlan,
+    /// The program that trains the job; absent = rlood's own engine.
+    #[serde(default, skip_serializing_if = "RuntimePlan::is_own")]
+    pub runtime: RuntimePlan,
+    /// The devices that the job needs; absent = one.
+    #[serde(default, skip_serializing_if = "ResourcesPlan::is_one")]
+    pub resources: ResourcesPlan,
     /// The client's own labels, as key-value pairs.
     pub metadata: BTreeMap<String, String>,
     /// Amounts that follow from the settings, such as steps, completions and epochs.

@@ -13,6 +13,7 @@ mod page;
 mod range;
 mod read;
 mod rloo;
+mod runtime;
 mod sampling;
 mod schema;
 #[cfg(test)]
@@ -36,6 +37,7 @@ pub use page::settings_page;
 pub(super) use range::Range;
 pub(super) use read::Values;
 pub(super) use rloo::RLOO;
+pub(super) use runtime::{RESOURCES, RUNTIME};
 pub(super) use sampling::{GREEDY, GREEDY_TEMPERATURE, SAMPLING};
 pub(super) use schema::form_layout;
 pub(super) use training::{MAX_SEED, MAX_STEPS, TRAINING};
@@ -43,7 +45,7 @@ pub(super) use warm_up::WARM_UP;
 pub(super) use watch::{DOCTOR, EARLY_STOPPING};
 
 /// All sections, in the order of the form and of the reference page.
-pub(super) static SECTIONS: [&Section; 12] = [
+pub(super) static SECTIONS: [&Section; 14] = [
     &TRAINING,
     &RLOO,
     &SAMPLING,
@@ -56,6 +58,8 @@ pub(super) static SECTIONS: [&Section; 12] = [
     &DOCTOR,
     &WARM_START,
     &WARM_UP,
+    &RUNTIME,
+    &RESOURCES,
 ];
 
 /// A section of a job's document.
