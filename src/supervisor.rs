@@ -20,7 +20,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY, Isa, LogFormat};
+use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY, Isa, LogFormat, TrlArgs};
 use crate::id::WorkerId;
 
 /// Initial delay before a worker process is restarted; it doubles after each early exit.
@@ -60,6 +60,8 @@ pub struct Children {
     pub isa: Isa,
     /// GPU memory limit in bytes, passed on to the children.
     pub gpu_memory_bytes: Option<u64>,
+    /// Settings of the runtime `trl`, passed on to the children.
+    pub trl: TrlArgs,
     /// Log filter, passed on to the children.
     pub log: String,
     /// Log format, passed on to the children.
@@ -183,6 +185,12 @@ fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> 
     if device == Device::Cpu {
         command.arg("--lending").arg(children.lending()).args(["--lending-slot", &slot.to_string()]);
     }
+    if let Some(python) = &children.trl.trl_python {
+        command.env("RLOOD_TRL_PYTHON", python);
+    }
+    if let Some(devices) = &children.trl.trl_devices {
+        command.env("RLOOD_TRL_DEVICES", devices);
+    }
     command.spawn()
 }
 
@@ -278,6 +286,7 @@ mod tests {
             reward_pace: 1.0,
             isa: Isa::Auto,
             gpu_memory_bytes: None,
+            trl: crate::config::TrlArgs::default(),
             log: "info".into(),
             log_format: LogFormat::Text,
         }

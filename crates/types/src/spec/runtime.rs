@@ -207,3 +207,119 @@ fn find_environment<'c>(
     }
     found
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::spec::{DatasetFacts, ModelFacts, Resolution, resolve, submittable};
+
+    fn environment(version: &str, extras: &[&str], devices: u32, gpus: bool) -> RuntimeFacts {
+        let versions = BTreeMap::from([("trl".to_owned(), version.to_owned())]);
+        let extras = extras.iter().map(|&extra| extra.to_owned()).collect();
+        RuntimeFacts { runtime: "trl".to_owned(), versions, extras, devices, gpus }
+    }
+
+    fn resolved(changes: Value, runtimes: Vec<RuntimeFacts>) -> Result<Resolution, Vec<(String, String)>> {
+        let records: Vec<Value> = (0..8).map(|row| json!({"prompt": format!("p {row}")})).collect();
+        let mut document = json!({
+            "model": "m", "dataset": {"records": records}, "rewards": [{"type": "length"}],
+            "rloo": {"num_generations": 4}, "training": {"prompts_per_step": 2, "max_steps": 4}
+        });
+        for (key, value) in changes.as_object().unwrap() {
+            match document.get_mut(key).and_then(Value::as_object_mut) {
+                Some(section) => section.extend(value.as_object().unwrap().clone()),
+                None => document[key] = value.clone(),
+            }
+        }
+        let (spec, errors) = JobSpec::read(document);
+        let codes = |errors: Vec<FieldError>| errors.into_iter().map(|error| (error.pointer, error.code.to_string())).collect();
+        if !errors.is_empty() {
+            return Err(codes(errors));
+        }
+        let model = ModelFacts {
+            id: "m".into(),
+            sha256: String::new(),
+            max_position_embeddings: 4096,
+            num_parameters: 1,
+            size_bytes: 1,
+            has_chat_template: false,
+            shape: None,
+            modules: Vec::new(),
+            beyond_gpu: None,
+        };
+        let dataset = Some(DatasetFacts::of_records(&records));
+        resolve(&spec, &Context { model: Some(model), dataset, runtimes, ..Context::default() }).map_err(codes)
+    }
+
+    fn error(at: &str, code: &str) -> Vec<(String, String)> {
+        vec![(at.to_owned(), code.to_owned())]
+    }
+
+    #[test]
+    fn the_own_engine_is_the_default_and_auto_chooses_trl_only_where_it_must() {
+        let here = || vec![environment("1.16.0", &["quantized"], 4, false)];
+        let name = |changes: Value| resolved(changes, here()).map(|resolution| resolution.plan.runtime.name);
+        assert_eq!(name(json!({})).unwrap(), RuntimeName::Own);
+        assert_eq!(name(json!({"runtime": "auto"})).unwrap(), RuntimeName::Own);
+        assert_eq!(name(json!({"runtime": "auto", "resources": {"devices": 2}})).unwrap(), RuntimeName::Trl);
+        assert_eq!(name(json!({"runtime": {"name": "auto", "load_in_8bit": true}})).unwrap(), RuntimeName::Trl);
+        assert_eq!(name(json!({"resources": {"devices": 2}})).unwrap_err(), error("/resources/devices", "needs_runtime"));
+        assert_eq!(name(json!({"runtime": "tlr"})).unwrap_err()[0].0, "/runtime/name");
+        assert_eq!(name(json!({"runtime": {"name": "trl", "zero_stage": 1}})).unwrap_err()[0].0, "/runtime/zero_stage");
+    }
+
+    #[test]
+    fn a_plan_of_the_own_engine_is_as_before_and_one_of_trl_says_what_it_guarantees() {
+        let own = resolved(json!({}), Vec::new()).unwrap().plan;
+        let stored = serde_json::to_value(&own).unwrap();
+        assert!(stored.get("runtime").is_none() && stored.get("resources").is_none(), "{stored}");
+        assert!(submittable(&own).get("runtime").is_none());
+
+        let plan = resolved(json!({"runtime": "trl", "resources": {"devices": 2}}), vec![environment("1.16.1", &[], 2, true)]).unwrap().plan;
+        assert_eq!(plan.runtime.guarantees, Guarantees { resume: ResumeGuarantee::Recorded, stop: StopGuarantee::Step });
+        assert_eq!(plan.runtime.versions["trl"], "1.16.1");
+        let again = submittable(&plan);
+        assert_eq!((&again["runtime"]["name"], &again["resources"]["devices"]), (&json!("trl"), &json!(2)));
+        let plan = resolved(json!({"runtime": "trl"}), vec![environment("1.16.0", &[], 2, false)]).unwrap().plan;
+        assert_eq!(plan.runtime.guarantees.resume, ResumeGuarantee::ExactCpu);
+    }
+
+    #[test]
+    fn settings_without_counterpart_are_refused_by_name() {
+        let here = || vec![environment("1.16.0", &["quantized"], 4, false)];
+        for (changes, at) in [
+            (json!({"eval": {"fraction": 0.5}}), "/eval"),
+            (json!({"sampling": {"stop": ["x"]}}), "/sampling/stop"),
+            (json!({"rloo": {"loss": "gspo"}}), "/rloo/loss"),
+            (json!({"rloo": {"estimator": "grpo"}}), "/rloo/estimator"),
+            (json!({"rloo": {"reward_normalization": "running"}}), "/rloo/reward_normalization"),
+            (json!({"rloo": {"drop_tied_groups": true}}), "/rloo/drop_tied_groups"),
+            (json!({"runtime": {"name": "trl", "offload": true}}), "/runtime/offload"),
+            (json!({"runtime": {"name": "trl", "load_in_8bit": true}, "lora": null}), "/lora"),
+        ] {
+            let mut changes = changes;
+            if changes.get("runtime").is_none() {
+                changes["runtime"] = json!("trl");
+            }
+            assert_eq!(resolved(changes, here()).unwrap_err(), error(at, "unsupported_by_runtime"), "{at}");
+        }
+        let uneven = json!({"runtime": "trl", "resources": {"devices": 3}});
+        assert_eq!(resolved(uneven, here()).unwrap_err(), error("/resources/devices", "out_of_range"));
+    }
+
+    #[test]
+    fn a_missing_environment_is_an_error_of_the_submission() {
+        let asked = || json!({"runtime": {"name": "trl", "load_in_8bit": true}, "resources": {"devices": 4}});
+        let refused = |runtimes| resolved(asked(), runtimes).unwrap_err();
+        assert_eq!(refused(Vec::new()), error("/runtime", "runtime_unavailable"));
+        assert_eq!(refused(vec![environment("1.17.0", &["quantized"], 4, true)]), error("/runtime", "runtime_version"));
+        assert_eq!(refused(vec![environment("1.16.0", &["vlm"], 4, true)]), error("/runtime", "runtime_extra_missing"));
+        assert_eq!(refused(vec![environment("1.16.0", &["quantized"], 2, true)]), error("/resources/devices", "out_of_range"));
+        let two = vec![environment("1.16.0", &["quantized"], 2, true), environment("1.16.0", &["quantized"], 4, true)];
+        assert!(resolved(asked(), two).is_ok());
+    }
+}

@@ -16,9 +16,9 @@ use crate::spec::Plan;
 const FORMAT: &str = "rlood-trl-checkpoint/1";
 /// Separates the name of a folder of DeepSpeed from that of a file in it.
 const IN_FOLDER: &str = "--";
-/// Files that the trainer writes and that are not published: arguments in a form that could run code, a script, and a page about the
+/// Files that the trainer writes and that are not published: arguments in a form that could run code, scripts, and a page about the
 /// worker's folders.
-const DROPPED: [&str; 3] = ["training_args.bin", "zero_to_fp32.py", "README.md"];
+const DROPPED: [&str; 4] = ["training_args.bin", "zero_to_fp32.py", "zero_to_torch.py", "README.md"];
 /// Files that name the directory of the base model, and the key of the name.
 const NAMING_THE_BASE: [(&str, &str); 2] =
     [("adapter_config.json", "base_model_name_or_path"), ("config.json", "_name_or_path")];

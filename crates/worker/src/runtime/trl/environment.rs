@@ -12,6 +12,18 @@ use crate::spec::RuntimeFacts;
 
 /// The runner of a rank, as it is sent to Python.
 pub const RUNNER: &str = include_str!("runner.py");
+/// Returns the packages of a part of the environment (`base`, `vlm`, `quantized`, `deepspeed`), with versions and hashes, in the form of
+/// pip's requirements; empty for an unknown part.
+pub fn requirements(part: &str) -> &'static str {
+    match part {
+        "base" => include_str!("requirements/base.txt"),
+        "vlm" => include_str!("requirements/vlm.txt"),
+        "quantized" => include_str!("requirements/quantized.txt"),
+        "deepspeed" => include_str!("requirements/deepspeed.txt"),
+        _ => "",
+    }
+}
+
 /// Lists the versions of the packages without importing them.
 const PROBE: &str = "import importlib.metadata as m, json
 names = ('trl', 'transformers', 'torch', 'peft', 'accelerate', 'datasets', 'bitsandbytes', 'deepspeed', 'torchvision', 'pillow')

@@ -173,7 +173,10 @@ def define_callback(link, rank, started):
         trainer = None
 
         def on_train_begin(self, args, state, control, model=None, **_):
-            parameters = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+            # ZeRO-3 leaves only a part of each parameter on a rank.
+            parameters = [
+                (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad) for parameter in model.parameters()
+            ]
             link.tell(
                 "ready",
                 trainable=sum(number for number, trains in parameters if trains),
@@ -243,7 +246,15 @@ def run(link, config, rank, started):
     link.ask("done", step=trainer.state.global_step)
 
 
+def die_with_worker():
+    """Asks the kernel to kill this process when the thread that started it ends. The closed connection is the second line of defense."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, 9)
+
+
 def main():
+    die_with_worker()
     started = time.monotonic()
     rank = int(os.environ["RANK"])
     link = Link(os.environ["RLOOD_RUNNER_SOCKET"])
