@@ -10,8 +10,8 @@ use rlood_worker::size::parse_size;
 
 pub use crate::protocol::HEARTBEAT_MS;
 pub use rlood_worker::args::{GRACE_S, OneShotArgs, ServingArgs, WorkerArgs};
-pub use rlood_worker::runtime::trl::environment::TrlArgs;
 pub use rlood_worker::device::{Device, machine_memory_bytes, machine_threads, process_memory_bytes};
+pub use rlood_worker::runtime::trl::environment::TrlArgs;
 
 pub mod backup;
 mod bench;

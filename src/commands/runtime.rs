@@ -49,7 +49,7 @@ pub enum RuntimeError {
     Unusable(#[from] EnvironmentError),
 }
 
-/// Runs the command.
+/// Installs the environment of a runtime.
 ///
 /// # Errors
 /// Fails when a program cannot be started or fails, or the environment cannot be used.

@@ -22,7 +22,7 @@ pub enum RuntimeCommand {
 /// A runtime that can be installed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Runtime {
-    /// Hugging Face TRL.
+    /// TRL of Hugging Face, for its RLOOTrainer.
     Trl,
 }
 

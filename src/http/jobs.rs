@@ -87,7 +87,7 @@ pub struct JobView {
     alerts: Vec<AlertView>,
     /// Exploration, exploitation or convergence, with the metrics that determine it; null before the first rollouts.
     training_phase: Option<PhaseChange>,
-    /// The program that trains the job, and what holds when the job is interrupted.
+    /// The program that trains the job, and the guarantees for a job that is interrupted.
     runtime: JobRuntime,
     /// The settings of the job, with every default applied.
     #[schema(value_type = Plan)]
@@ -113,7 +113,7 @@ pub struct JobRuntime {
     name: RuntimeName,
     /// Versions of the Python packages when the job was accepted, by name; empty for rlood's own engine.
     versions: BTreeMap<String, String>,
-    /// What holds when the job is interrupted.
+    /// The guarantees for a job that is interrupted.
     guarantees: Guarantees,
 }
 

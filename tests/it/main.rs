@@ -77,6 +77,7 @@ mod reward_health;
 mod reward_schemas;
 mod reward_server;
 mod reward_values;
+mod runtimes;
 mod scale;
 mod secrets;
 mod server;

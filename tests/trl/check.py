@@ -44,7 +44,7 @@ class Reward:
                         reward.held.set()
                         reward.go.wait()
                 results = [
-                    {"sample_id": sample["sample_id"], "reward": len(sample["completion"]) % 5 / 4}
+                    {"sample_id": sample["sample_id"], "reward": sum(map(ord, sample["completion"])) % 7 / 6}
                     for sample in request.get("samples", [])
                 ]
                 body = json.dumps({"version": "1", "id": request.get("id"), "results": results}).encode()
@@ -201,7 +201,7 @@ def check_job(server, reward, devices):
     assert job["runtime"]["guarantees"] == {"resume": "exact_cpu", "stop": "step"}, job["runtime"]
     step, checkpoint, files = server.files(calm)
     assert step == STEPS and "training_args.bin" not in files and "README.md" not in files, files
-    metrics = server.get(f"/jobs/{calm}/metrics?names=loss,reward,kl,grad_norm,rewards/length/mean")
+    metrics = server.get(f"/jobs/{calm}/metrics?keys=loss,reward,kl,grad_norm,rewards/length/mean")
     samples = server.get(f"/jobs/{calm}/samples?limit=100")["data"]
     assert len(samples) == STEPS * 8 and all(sample["advantage"] is not None for sample in samples), len(samples)
     print(f"figure: {devices} ranks: {STEPS} steps in {seconds:.0f} s, {len(json.dumps(metrics))} bytes of metrics")
@@ -226,7 +226,7 @@ def check_job(server, reward, devices):
     return checkpoint, files
 
 
-def check_one(server, reward, python, folder):
+def check_one(server, reward, python, folder, *_):
     checkpoint, _ = check_job(server, reward, 1)
     for name in ["adapter_config.json", "adapter_model.safetensors"]:
         (folder / "adapter").mkdir(exist_ok=True)

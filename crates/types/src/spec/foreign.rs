@@ -33,7 +33,8 @@ const ADAPTIVE_KL: &str = "the coefficient of the KL penalty is constant: use rl
 const PRECISION: &str = "use training.dtype: \"f32\" or \"bf16\"";
 const QUANTIZED: &str = "use training.load_in_4bit, training.bnb_4bit_quant_type (nf4, fp4) and training.use_bnb_nested_quant; other quantized base models are not supported";
 const ONE_DEVICE: &str = "rlood's own engine trains on one device; for several use runtime \"trl\" with resources.devices, and runtime.zero_stage to divide the weights";
-const EIGHT_BITS: &str = "use runtime {\"name\": \"trl\", \"load_in_8bit\": true}: only TRL trains on a base model in 8 bits";
+const EIGHT_BITS: &str =
+    "use runtime {\"name\": \"trl\", \"load_in_8bit\": true}: only TRL trains on a base model in 8 bits";
 const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
 const BATCH: &str = "the size of a batch is its number of prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); the worker chooses micro-batches itself";
 const SAVING: &str = "use checkpoints {every_steps, every_seconds, keep_last, keep_best, metric_for_best}";

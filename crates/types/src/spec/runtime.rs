@@ -236,7 +236,8 @@ mod tests {
             }
         }
         let (spec, errors) = JobSpec::read(document);
-        let codes = |errors: Vec<FieldError>| errors.into_iter().map(|error| (error.pointer, error.code.to_string())).collect();
+        let codes =
+            |errors: Vec<FieldError>| errors.into_iter().map(|error| (error.pointer, error.code.to_string())).collect();
         if !errors.is_empty() {
             return Err(codes(errors));
         }
@@ -267,7 +268,10 @@ mod tests {
         assert_eq!(name(json!({"runtime": "auto"})).unwrap(), RuntimeName::Own);
         assert_eq!(name(json!({"runtime": "auto", "resources": {"devices": 2}})).unwrap(), RuntimeName::Trl);
         assert_eq!(name(json!({"runtime": {"name": "auto", "load_in_8bit": true}})).unwrap(), RuntimeName::Trl);
-        assert_eq!(name(json!({"resources": {"devices": 2}})).unwrap_err(), error("/resources/devices", "needs_runtime"));
+        assert_eq!(
+            name(json!({"resources": {"devices": 2}})).unwrap_err(),
+            error("/resources/devices", "needs_runtime")
+        );
         assert_eq!(name(json!({"runtime": "tlr"})).unwrap_err()[0].0, "/runtime/name");
         assert_eq!(name(json!({"runtime": {"name": "trl", "zero_stage": 1}})).unwrap_err()[0].0, "/runtime/zero_stage");
     }
@@ -279,8 +283,14 @@ mod tests {
         assert!(stored.get("runtime").is_none() && stored.get("resources").is_none(), "{stored}");
         assert!(submittable(&own).get("runtime").is_none());
 
-        let plan = resolved(json!({"runtime": "trl", "resources": {"devices": 2}}), vec![environment("1.16.1", &[], 2, true)]).unwrap().plan;
-        assert_eq!(plan.runtime.guarantees, Guarantees { resume: ResumeGuarantee::Recorded, stop: StopGuarantee::Step });
+        let plan =
+            resolved(json!({"runtime": "trl", "resources": {"devices": 2}}), vec![environment("1.16.1", &[], 2, true)])
+                .unwrap()
+                .plan;
+        assert_eq!(
+            plan.runtime.guarantees,
+            Guarantees { resume: ResumeGuarantee::Recorded, stop: StopGuarantee::Step }
+        );
         assert_eq!(plan.runtime.versions["trl"], "1.16.1");
         let again = submittable(&plan);
         assert_eq!((&again["runtime"]["name"], &again["resources"]["devices"]), (&json!("trl"), &json!(2)));
@@ -318,7 +328,10 @@ mod tests {
         assert_eq!(refused(Vec::new()), error("/runtime", "runtime_unavailable"));
         assert_eq!(refused(vec![environment("1.17.0", &["quantized"], 4, true)]), error("/runtime", "runtime_version"));
         assert_eq!(refused(vec![environment("1.16.0", &["vlm"], 4, true)]), error("/runtime", "runtime_extra_missing"));
-        assert_eq!(refused(vec![environment("1.16.0", &["quantized"], 2, true)]), error("/resources/devices", "out_of_range"));
+        assert_eq!(
+            refused(vec![environment("1.16.0", &["quantized"], 2, true)]),
+            error("/resources/devices", "out_of_range")
+        );
         let two = vec![environment("1.16.0", &["quantized"], 2, true), environment("1.16.0", &["quantized"], 4, true)];
         assert!(resolved(asked(), two).is_ok());
     }

@@ -167,10 +167,7 @@ fn four_bit_bases_are_converted_from_each_place_where_trl_names_them() {
     let fp4 = [json!(true), json!("fp4"), json!(false)];
     assert_eq!(training(json!({"model_init_kwargs": {"load_in_4bit": true}})), fp4);
     assert_eq!(training(json!({"load_in_4bit": true, "bnb_4bit_quant_type": "fp4"})), fp4);
-    for refused in [
-        json!({"quantization_config": {"quant_method": "gptq", "bits": 4}}),
-        json!({"use_qlora": true}),
-    ] {
+    for refused in [json!({"quantization_config": {"quant_method": "gptq", "bits": 4}}), json!({"use_qlora": true})] {
         let conversion = converted(refused);
         assert!(conversion.unsupported[0].reason.contains("load_in_4bit"), "{:?}", conversion.unsupported);
     }

@@ -11,19 +11,24 @@
 //! | `config.rs` | translates a plan into the runner's configuration |
 //! | `message.rs` | the messages of protocol version 1 |
 //! | `ranks.rs` | starts the processes, reads their connections, kills them |
+//! | `start.rs` | prepares a run |
 //! | `drive.rs` | answers their questions |
 //! | `rollout.rs` | puts the ranks' completions together: rewards, samples, metrics |
+//! | `failure.rs` | the failures of a job |
 //! | `checkpoint.rs` | turns the trainer's checkpoints into published ones, and back |
 
 mod checkpoint;
 mod config;
 mod drive;
 pub mod environment;
+mod failure;
 mod message;
 mod ranks;
 mod rollout;
+mod start;
 #[cfg(test)]
 mod tests;
 
-pub use drive::{TrlHost, train};
+pub use drive::TrlHost;
 pub use environment::Environment;
+pub use start::train;

@@ -35,7 +35,7 @@ pub struct RuntimePlan {
     /// Versions of the Python packages when the job was accepted, by name; empty for rlood's own engine.
     #[serde(default)]
     pub versions: BTreeMap<String, String>,
-    /// What holds when the job is interrupted.
+    /// The guarantees for a job that is interrupted.
     #[serde(default)]
     pub guarantees: Guarantees,
 }
@@ -47,16 +47,16 @@ impl RuntimePlan {
     }
 }
 
-/// What holds when a job is interrupted: a weaker guarantee than that of rlood's own engine is named here.
+/// The guarantees for a job that is interrupted. Those of other runtimes are weaker than those of rlood's own engine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Guarantees {
-    /// What an interrupted run shares with a run that was not interrupted.
+    /// The similarity of an interrupted run to one that was not interrupted.
     pub resume: ResumeGuarantee,
     /// When a pause takes effect. A cancelled job always ends immediately.
     pub stop: StopGuarantee,
 }
 
-/// What an interrupted run shares with one that was not interrupted.
+/// The similarity of an interrupted run to one that was not interrupted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ResumeGuarantee {
@@ -65,8 +65,7 @@ pub enum ResumeGuarantee {
     Exact,
     /// Both end with the same bytes on a CPU with the same packages. Nothing of the kind is claimed for a GPU.
     ExactCpu,
-    /// Recorded completions are not sampled again, and recorded rewards are not requested again. Weights may differ in their
-    /// rounding.
+    /// Recorded completions are not sampled again, and recorded rewards are not requested again. The weights of both may differ.
     Recorded,
 }
 

@@ -32,12 +32,18 @@ fn read_deepspeed(keys: &Keys<'_>, config: &Value, runtime: &mut Map<String, Val
     let zero = &config["zero_optimization"];
     let stage = zero["stage"].as_u64().unwrap_or(0);
     if !matches!(stage, 2 | 3) {
-        return keys.refuse("deepspeed", "only the stages 2 and 3 of ZeRO are supported: set zero_optimization.stage, or remove this key");
+        return keys.refuse(
+            "deepspeed",
+            "only the stages 2 and 3 of ZeRO are supported: set zero_optimization.stage, or remove this key",
+        );
     }
     let device = |part: &str| zero[part]["device"].as_str().unwrap_or("none");
     let devices = [device("offload_optimizer"), device("offload_param")];
     if devices.iter().any(|device| !matches!(*device, "none" | "cpu")) {
-        return keys.refuse("deepspeed", "weights and moments can be kept in the memory of the CPU only, not on a disk: use the device cpu");
+        return keys.refuse(
+            "deepspeed",
+            "weights and moments can be kept in the memory of the CPU only, not on a disk: use the device cpu",
+        );
     }
     runtime.insert("zero_stage".to_owned(), json!(stage));
     runtime.insert("offload".to_owned(), json!(devices.contains(&"cpu")));

@@ -22,7 +22,7 @@ pub(super) struct Setup<'a> {
     pub(super) resume: Option<&'a Path>,
     /// The settings of DeepSpeed, if the plan uses it.
     pub(super) deepspeed: Option<&'a Path>,
-    /// Number of processes.
+    /// Number of processes that train together.
     pub(super) ranks: usize,
     /// Whether the processes compute on GPUs.
     pub(super) on_gpus: bool,

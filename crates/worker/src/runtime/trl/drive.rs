@@ -2,23 +2,22 @@
 //!
 //! A question is answered when every rank has asked it. The answers come from the [`Host`], as for rlood's own engine.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::checkpoint;
-use super::config::{Setup, dataset_lines, deepspeed_config, runner_config};
 use super::environment::Environment;
+use super::failure::{failed, failure, shortened};
 use super::message::{Message, PROTOCOL, Part};
-use super::ranks::{Incoming, Launch, Ranks};
+use super::ranks::{Incoming, Ranks};
 use super::rollout::{Scored, check_rows, groups_of, recorded_parts, reward_samples, trainer_metrics};
 use crate::engine::error::EngineError;
-use crate::engine::host::{Host, RunEnd, SavedCheckpoint, ScoreRequest, StopReason, TrainInput};
-use crate::engine::prompts::{self, TokenizedPrompt};
+use crate::engine::host::{Host, RunEnd, SavedCheckpoint, ScoreRequest, StopReason};
+use crate::engine::prompts::TokenizedPrompt;
 use crate::engine::text::Text;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
-use crate::job::{Failure, FailureClass};
 use crate::rollout::{RolloutId, SampledGroup};
 use crate::spec::Plan;
 
@@ -41,82 +40,7 @@ pub trait TrlHost: Host {
     fn sampled_by_ranks(&mut self, id: RolloutId, groups: &[SampledGroup], samplers: &[Value]) -> Result<(), RunEnd>;
 }
 
-/// Runs a plan until its last step, which is saved; until the host requests a stop; or until the run fails.
-///
-/// A pause takes effect at the end of a generation block. All other stops kill the ranks at once.
-///
-/// # Errors
-/// Says why the run ended before its last step.
-pub fn train(
-    input: TrainInput<'_>,
-    environment: &Environment,
-    threads: u32,
-    host: &mut dyn TrlHost,
-) -> Result<(), RunEnd> {
-    let plan = input.plan;
-    host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
-    let count = plan.resources.devices as usize;
-    let text = Text::load(input.model_dir).map_err(EngineError::from)?;
-    let dir = input.scratch_dir.join("trl");
-    let output_dir = dir.join("out");
-    create_dir(&output_dir)?;
-    let dataset = dir.join("dataset.ndjson");
-    write(&dataset, dataset_lines(&input.rows).as_bytes())?;
-    let context = context_tokens(input.model_dir);
-    let prompts = prompts::tokenize(&text, input.rows, &plan.sampling, context)?;
-    let steps_done = input.resume.as_deref().map_or(Ok(0), |resume| checkpoint::restore(resume, plan, count))?;
-    let deepspeed = match deepspeed_config(plan) {
-        Some(config) => {
-            let path = dir.join("deepspeed.json");
-            write(&path, config.to_string().as_bytes())?;
-            Some(path)
-        }
-        None => None,
-    };
-    let threads = (threads / plan.resources.devices.max(1)).max(1);
-    let config = runner_config(
-        plan,
-        &Setup {
-            model_dir: input.model_dir,
-            dataset: &dataset,
-            output_dir: &output_dir,
-            resume: input.resume.as_deref(),
-            deepspeed: deepspeed.as_deref(),
-            ranks: count,
-            on_gpus: !environment.gpus.is_empty(),
-            threads,
-            longest_prompt: prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0),
-        },
-    );
-    if let Some(stop) = host.stop() {
-        return Err(RunEnd::Stopped(stop));
-    }
-    let launch = Launch { environment, dir: &dir, config: &config, ranks: count, threads };
-    let ranks = Ranks::start(&launch).map_err(|source| not_started(environment, &source))?;
-    let mut driver = Driver {
-        host,
-        plan,
-        environment,
-        text: &text,
-        prompts: &prompts,
-        output_dir,
-        model_name: input.model_name,
-        ranks,
-        peers: Vec::new(),
-        count,
-        rollout: Rolling::None,
-        saved_step: steps_done,
-        steps_done,
-        metrics: Metrics::new(),
-        stop_seen: None,
-        pausing: None,
-        started: Instant::now(),
-        last_message: Instant::now(),
-    };
-    driver.run()
-}
-
-/// A connected rank.
+/// The state of a rank's connection.
 #[derive(Default)]
 struct Peer {
     rank: Option<usize>,
@@ -136,18 +60,32 @@ enum Rolling {
     Scored(u64, Scored),
 }
 
-struct Driver<'a> {
+/// What the ranks train, and with what.
+pub(super) struct Training<'a> {
+    /// The plan of the job.
+    pub(super) plan: &'a Plan,
+    /// The environment of the ranks.
+    pub(super) environment: &'a Environment,
+    /// The tokenizer, which decodes completions.
+    pub(super) text: &'a Text,
+    /// The prompts by dataset row.
+    pub(super) prompts: &'a [TokenizedPrompt],
+    /// The directory in which the trainer writes checkpoints.
+    pub(super) output_dir: PathBuf,
+    /// The name of the base model in published checkpoints.
+    pub(super) model_name: &'a str,
+    /// Number of optimizer steps that are done already.
+    pub(super) steps_done: u64,
+}
+
+/// Answers the questions of the ranks of one run.
+pub(super) struct Driver<'a> {
     host: &'a mut dyn TrlHost,
-    plan: &'a Plan,
-    environment: &'a Environment,
-    text: &'a Text,
-    prompts: &'a [TokenizedPrompt],
-    output_dir: PathBuf,
-    model_name: &'a str,
+    training: Training<'a>,
     ranks: Ranks,
     /// One for each connection, in the order in which they were made.
     peers: Vec<Peer>,
-    /// Number of ranks.
+    /// Number of ranks that train together.
     count: usize,
     rollout: Rolling,
     saved_step: u64,
@@ -162,8 +100,32 @@ struct Driver<'a> {
     last_message: Instant,
 }
 
-impl Driver<'_> {
-    fn run(&mut self) -> Result<(), RunEnd> {
+impl<'a> Driver<'a> {
+    /// Creates the driver of ranks that were just started.
+    pub(super) fn new(host: &'a mut dyn TrlHost, training: Training<'a>, ranks: Ranks) -> Self {
+        Self {
+            host,
+            ranks,
+            peers: Vec::new(),
+            count: training.plan.resources.devices as usize,
+            rollout: Rolling::None,
+            saved_step: training.steps_done,
+            steps_done: training.steps_done,
+            training,
+            metrics: Metrics::new(),
+            stop_seen: None,
+            pausing: None,
+            started: Instant::now(),
+            last_message: Instant::now(),
+        }
+    }
+
+    /// Answers questions until the training is over.
+    pub(super) fn run(mut self) -> Result<(), RunEnd> {
+        self.answer_all()
+    }
+
+    fn answer_all(&mut self) -> Result<(), RunEnd> {
         loop {
             self.check_stop()?;
             self.ranks.accept().map_err(|error| failed(format!("a rank could not be accepted: {error}")))?;
@@ -187,7 +149,7 @@ impl Driver<'_> {
 
     /// Ends the run if a stop was requested that does not wait for the end of the step, or has waited too long.
     fn check_stop(&mut self) -> Result<(), RunEnd> {
-        let limits = self.environment.limits;
+        let limits = self.training.environment.limits;
         let Some(stop) = self.host.stop() else { return Ok(()) };
         let limit = match stop {
             StopReason::Cancel | StopReason::LeaseLost => return Err(RunEnd::Stopped(stop)),
@@ -205,7 +167,7 @@ impl Driver<'_> {
 
     /// Ends the run if ranks have ended, do not connect, or wait for each other.
     fn check_limits(&mut self) -> Result<(), RunEnd> {
-        let limits = self.environment.limits;
+        let limits = self.training.environment.limits;
         if let Some((rank, status)) = self.ranks.ended() {
             return Err(self.lost(format!("rank {rank} ended with {status}"), rank));
         }
@@ -270,11 +232,11 @@ impl Driver<'_> {
             Message::Ready { trainable, total, max_steps, steps_done, build_s } if !self.peers[connection].is_ready => {
                 tracing::info!(trainable, total, build_s, name, "a rank begins to train");
                 self.peers[connection].is_ready = true;
-                match (max_steps, steps_done) == (self.plan.training.max_steps, self.saved_step) {
+                match (max_steps, steps_done) == (self.training.plan.training.max_steps, self.saved_step) {
                     true => Ok(()),
                     false => Err(failed(format!(
                         "{name} trains from step {steps_done} to {max_steps} instead of from {} to {}",
-                        self.saved_step, self.plan.training.max_steps
+                        self.saved_step, self.training.plan.training.max_steps
                     ))),
                 }
             }
@@ -305,7 +267,7 @@ impl Driver<'_> {
                 self.count
             )));
         }
-        if self.environment.facts.versions.get("trl") != versions.get("trl") {
+        if self.training.environment.facts.versions.get("trl") != versions.get("trl") {
             let version = versions.get("trl").map_or("none", String::as_str);
             return Err(failure(
                 "runtime_version",
@@ -373,7 +335,7 @@ impl Driver<'_> {
             return Err(failed("the ranks have parts of different lengths".to_owned()));
         }
         let rows = parts.concat();
-        check_rows(self.plan, &rows, self.prompts.len()).map_err(failed)?;
+        check_rows(self.training.plan, &rows, self.training.prompts.len()).map_err(failed)?;
         Ok(rows)
     }
 
@@ -385,7 +347,7 @@ impl Driver<'_> {
             return Ok(vec![json!({ "part": null }); self.count]);
         };
         let all: Vec<&Part> = parts.iter().collect();
-        let groups = groups_of(self.plan, &rows, &all).map_err(failed)?;
+        let groups = groups_of(self.training.plan, &rows, &all).map_err(failed)?;
         self.rollout = Rolling::Sampled(step, groups);
         let answer = |part: &Part| json!({ "part": { "completions": part.completions, "sampler": part.sampler } });
         Ok(parts.iter().map(answer).collect())
@@ -401,7 +363,7 @@ impl Driver<'_> {
             }
             parts.push(part);
         }
-        let groups = groups_of(self.plan, &rows, &parts).map_err(failed)?;
+        let groups = groups_of(self.training.plan, &rows, &parts).map_err(failed)?;
         let samplers: Vec<Value> = parts.iter().map(|part| part.sampler.clone()).collect();
         self.host.sampled_by_ranks(RolloutId::train(step), &groups, &samplers)?;
         self.rollout = Rolling::Sampled(step, groups);
@@ -414,14 +376,14 @@ impl Driver<'_> {
             _ => return Err(failed(format!("the ranks ask for rewards of step {step}, of which nothing was sampled"))),
         };
         self.enter(Phase::Reward)?;
-        let samples = reward_samples(self.plan, self.text, self.prompts, &groups)?;
+        let samples = reward_samples(self.training.plan, self.training.text, self.training.prompts, &groups)?;
         let scores = self.host.score(&ScoreRequest { id: RolloutId::train(step), samples: &samples })?;
         if scores.len() != samples.len() {
             let text = format!("the host gave {} scores for {} samples", scores.len(), samples.len());
             return Err(EngineError::Input(text).into());
         }
         let block = (step - 1) / self.uses_per_block();
-        let scored = Scored::new(self.plan, block, (groups, samples), scores, self.prompts)?;
+        let scored = Scored::new(self.training.plan, block, (groups, samples), scores, self.training.prompts)?;
         let each = scored.rewards().len() / self.count;
         let is_wrong = |message: &&Message| !matches!(message, Message::Score { samples, .. } if *samples == each);
         if messages.iter().any(|message| is_wrong(&message)) {
@@ -439,7 +401,7 @@ impl Driver<'_> {
             return Err(failed(format!("step {step} follows step {}", self.steps_done)));
         }
         self.steps_done = step;
-        if step >= self.plan.training.max_steps {
+        if step >= self.training.plan.training.max_steps {
             return Ok(Some("save"));
         }
         // A checkpoint of TRL does not hold the completions of a block, so there are none inside a block.
@@ -450,14 +412,15 @@ impl Driver<'_> {
             self.pausing = Some(reason);
             return Ok(Some("pause"));
         }
-        let every = self.plan.checkpoints.every_steps.max(1);
+        let every = self.training.plan.checkpoints.every_steps.max(1);
         let is_due = step / every > self.saved_step / every || self.host.wants_checkpoint();
         Ok(is_due.then_some("save"))
     }
 
     /// Number of optimizer steps that use the same completions.
     fn uses_per_block(&self) -> u64 {
-        (u64::from(self.plan.rloo.num_iterations) * u64::from(self.plan.rloo.steps_per_generation)).max(1)
+        (u64::from(self.training.plan.rloo.num_iterations) * u64::from(self.training.plan.rloo.steps_per_generation))
+            .max(1)
     }
 
     fn report_step(&mut self, step: u64, of_trainer: Metrics, advantages: &[Option<f64>]) -> Result<(), RunEnd> {
@@ -470,8 +433,8 @@ impl Driver<'_> {
         if let Rolling::Scored(of, scored) = &self.rollout
             && *of == step
         {
-            metrics.extend(scored.metrics(self.plan));
-            let samples = scored.samples(self.plan, step, advantages);
+            metrics.extend(scored.metrics(self.training.plan));
+            let samples = scored.samples(self.training.plan, step, advantages);
             self.host.event(Event::Samples { samples })?;
         }
         self.metrics = metrics.clone();
@@ -482,9 +445,9 @@ impl Driver<'_> {
         if step != self.steps_done || step == self.saved_step {
             return Err(failed(format!("the ranks saved step {step} after step {}", self.steps_done)));
         }
-        let dir = self.output_dir.join(format!("checkpoint-{step}"));
-        let files = checkpoint::prepare(&dir, self.plan, (step, self.count, self.model_name))?;
-        let last = step >= self.plan.training.max_steps;
+        let dir = self.training.output_dir.join(format!("checkpoint-{step}"));
+        let files = checkpoint::prepare(&dir, self.training.plan, (step, self.count, self.training.model_name))?;
+        let last = step >= self.training.plan.training.max_steps;
         let saved = SavedCheckpoint { dir: &dir, step, files: &files, metrics: &self.metrics, last };
         self.host.saved(&saved)?;
         std::fs::remove_dir_all(&dir).map_err(|source| EngineError::Io { path: dir, source })?;
@@ -496,7 +459,7 @@ impl Driver<'_> {
     }
 
     fn finish(&mut self, step: u64) -> Result<(), RunEnd> {
-        let is_over = step >= self.plan.training.max_steps || self.pausing.is_some();
+        let is_over = step >= self.training.plan.training.max_steps || self.pausing.is_some();
         if !is_over || step != self.saved_step {
             return Err(failed(format!("the ranks ended after step {step}, of which there is no checkpoint")));
         }
@@ -529,58 +492,4 @@ impl Driver<'_> {
             std::thread::sleep(POLL_INTERVAL);
         }
     }
-}
-
-/// Returns the number of tokens that the model reads, from its config.json; no limit if that does not say it.
-fn context_tokens(model_dir: &Path) -> usize {
-    let config = std::fs::read(model_dir.join("config.json")).ok();
-    let config: Value = config.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
-    let of = |config: &Value| config["max_position_embeddings"].as_u64();
-    let tokens = of(&config).or_else(|| of(&config["text_config"]));
-    tokens.map_or(usize::MAX, |tokens| usize::try_from(tokens).unwrap_or(usize::MAX))
-}
-
-fn create_dir(path: &Path) -> Result<(), EngineError> {
-    std::fs::create_dir_all(path).map_err(|source| EngineError::Io { path: path.to_owned(), source })
-}
-
-fn write(path: &Path, bytes: &[u8]) -> Result<(), EngineError> {
-    std::fs::write(path, bytes).map_err(|source| EngineError::Io { path: path.to_owned(), source })
-}
-
-fn shortened(text: &str) -> String {
-    const MAX_BYTES: usize = 1000;
-    text[..text.floor_char_boundary(MAX_BYTES)].to_owned()
-}
-
-fn not_started(environment: &Environment, source: &std::io::Error) -> RunEnd {
-    failure(
-        "runtime_unavailable",
-        format!(
-            "the processes of the runtime trl could not be started with {}: {source}",
-            environment.python.display()
-        ),
-        "run `rlood runtime install trl` on the worker's machine and restart the worker, then retry the job",
-    )
-}
-
-/// Returns the end of a run whose ranks failed or did not keep to the protocol.
-fn failed(what: String) -> RunEnd {
-    failure(
-        "runtime_failed",
-        format!("the runtime trl failed: {what}"),
-        "see the warning runtime_failed in the job's events and the job's log; change the settings that it names, or report it",
-    )
-}
-
-fn failure(code: &str, message: String, suggestion: &str) -> RunEnd {
-    Failure {
-        class: FailureClass::Infra,
-        code: code.to_owned(),
-        message,
-        phase: None,
-        step: None,
-        suggestion: Some(suggestion.to_owned()),
-    }
-    .into()
 }

@@ -39,11 +39,11 @@ pub(super) enum Incoming {
     Message(Box<Message>),
     /// The connection sent bytes that are not a message: why.
     Malformed(String),
-    /// The connection ended.
+    /// The connection was closed by the rank.
     Closed,
 }
 
-/// The running ranks.
+/// The processes of all ranks and their connections.
 pub(super) struct Ranks {
     listener: UnixListener,
     children: Vec<Child>,
@@ -57,20 +57,20 @@ pub(super) struct Ranks {
 
 /// What is needed to start the ranks.
 pub(super) struct Launch<'a> {
-    /// The Python environment.
+    /// The Python environment of the ranks.
     pub(super) environment: &'a Environment,
     /// Directory for the runner, its configuration and caches.
     pub(super) dir: &'a Path,
     /// Configuration of the runner.
     pub(super) config: &'a Value,
-    /// Number of processes.
+    /// Number of processes that train together.
     pub(super) ranks: usize,
     /// Number of compute threads of each process.
     pub(super) threads: u32,
 }
 
 impl Ranks {
-    /// Starts all ranks.
+    /// Starts one process for each rank.
     ///
     /// # Errors
     /// Fails if a file cannot be written or a process cannot be started.
