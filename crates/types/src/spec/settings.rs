@@ -37,7 +37,7 @@ pub use page::settings_page;
 pub(super) use range::Range;
 pub(super) use read::Values;
 pub(super) use rloo::RLOO;
-pub(super) use runtime::{RESOURCES, RUNTIME};
+pub(super) use runtime::{RESOURCES, RUNTIME, runtime_names};
 pub(super) use sampling::{GREEDY, GREEDY_TEMPERATURE, SAMPLING};
 pub(super) use schema::form_layout;
 pub(super) use training::{MAX_SEED, MAX_STEPS, TRAINING};

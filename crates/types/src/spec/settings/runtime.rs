@@ -9,7 +9,8 @@ use crate::spec::plan::{ResourcesPlan, RuntimePlan};
 /// Maximum number of devices of one job.
 const MAX_DEVICES: u64 = 64;
 
-fn names() -> Vec<String> {
+/// Returns the names by which a job chooses its runtime.
+pub(in crate::spec) fn runtime_names() -> Vec<String> {
     ["own", "trl", "auto"].map(str::to_owned).to_vec()
 }
 
@@ -18,7 +19,7 @@ pub(in crate::spec) static RUNTIME: Section = Section::new(
     "Runtime",
     "The program that trains. A text such as \"trl\" is accepted in place of {\"name\": \"trl\"}.",
     &[
-        Setting::variant("name", names)
+        Setting::variant("name", runtime_names)
             .doc("The program that trains: own = rlood's engine; trl = TRL's RLOOTrainer, for what only it can do; auto = own, or trl where only that can, decided when the job is accepted. Default: own.")
             .default(Variant("own")),
         Setting::flag("load_in_8bit").default(Flag(false)),

@@ -187,3 +187,71 @@ pub(super) fn dataset_lines(rows: &[PromptRow]) -> String {
         |(row, prompt): (usize, &PromptRow)| format!("{}\n", json!({ "prompt": prompt.prompt, "rlood_row": row }));
     rows.iter().enumerate().map(line).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::trl::tests::plan;
+
+    fn setup(ranks: usize, longest_prompt: usize) -> Setup<'static> {
+        Setup {
+            model_dir: Path::new("/model"),
+            dataset: Path::new("/rows"),
+            output_dir: Path::new("/out"),
+            resume: None,
+            deepspeed: None,
+            ranks,
+            on_gpus: false,
+            threads: 1,
+            longest_prompt,
+        }
+    }
+
+    #[test]
+    fn ranks_and_micro_batches_share_the_completions_of_a_step() {
+        let mut plan = plan(1);
+        plan.training.prompts_per_step = 6;
+        plan.rloo.steps_per_generation = 3;
+        // A step has 12 completions of at most 4 tokens.
+        for (ranks, micro_batch_tokens, batch, accumulation) in
+            [(1, 4096, 12, 1), (1, 40, 4, 3), (2, 40, 3, 2), (4, 1, 1, 3), (3, 50, 4, 1), (2, 50, 3, 2)]
+        {
+            plan.training.micro_batch_tokens = micro_batch_tokens;
+            let config = rloo_config(&plan, &setup(ranks, 6));
+            assert_eq!(config["per_device_train_batch_size"], batch, "{ranks} ranks, {micro_batch_tokens} tokens");
+            assert_eq!(config["gradient_accumulation_steps"], accumulation);
+            assert_eq!(config["steps_per_generation"], 3 * accumulation, "TRL counts micro-batches");
+        }
+    }
+
+    #[test]
+    fn the_surroundings_are_those_of_the_device() {
+        let plan = plan(2);
+        let on_cpu = runner_config(&plan, &setup(2, 1));
+        assert_eq!((&on_cpu["rloo"]["use_cpu"], &on_cpu["rloo"]["ddp_backend"]), (&json!(true), &json!("gloo")));
+        assert!(on_cpu["rloo"].get("min_p").is_none(), "TRL takes 0 for a filter");
+        let on_gpus = runner_config(&plan, &Setup { on_gpus: true, ..setup(2, 1) });
+        assert_eq!((&on_gpus["rloo"]["use_cpu"], on_gpus["rloo"].get("ddp_backend")), (&json!(false), None));
+        assert_eq!(on_gpus["rloo"]["log_multimodal"], json!(false));
+        assert_eq!(
+            runner_config(&plan, &setup(1, 1))["rloo"].get("ddp_backend"),
+            None,
+            "it would wait for other ranks"
+        );
+    }
+
+    #[test]
+    fn quantization_and_deepspeed_come_from_the_plan() {
+        let mut plan = plan(2);
+        assert_eq!((quantization(&plan), deepspeed_config(&plan)), (None, None));
+        plan.training.load_in_4bit = true;
+        assert_eq!(quantization(&plan).unwrap()["bnb_4bit_quant_type"], "nf4");
+        plan.runtime.load_in_8bit = true;
+        assert_eq!(quantization(&plan).unwrap(), json!({"load_in_8bit": true}));
+        (plan.runtime.zero_stage, plan.runtime.offload) = (Some(2), true);
+        let config = deepspeed_config(&plan).unwrap();
+        assert_eq!(config["zero_optimization"], json!({"stage": 2, "offload_optimizer": {"device": "cpu"}}));
+        plan.runtime.zero_stage = Some(3);
+        assert_eq!(deepspeed_config(&plan).unwrap()["zero_optimization"]["offload_param"]["device"], "cpu");
+    }
+}

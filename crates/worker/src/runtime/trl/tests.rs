@@ -20,7 +20,7 @@ const FAKE: &str = include_str!("tests/runner.py");
 /// Number of optimizer steps of the tests' plan.
 const STEPS: u64 = 4;
 
-fn plan(ranks: u32) -> Plan {
+pub(super) fn plan(ranks: u32) -> Plan {
     let dataset = json!({"id": crate::id::DatasetId::new(), "sha256": "0", "num_rows": 3});
     let mut plan: Plan = serde_json::from_value(json!({
         "name": null, "model": {"id": "tiny", "sha256": "0"}, "dataset": dataset, "eval": null,
