@@ -47,6 +47,13 @@ vllm() {
     tests/vllm/run.sh target/release/rlood
 }
 
+section trl "Python 3.11 with venv, PyPI, 8 GB of disk" \
+    crates/worker/src/runtime crates/worker/src/runtime.rs tests/trl
+trl() {
+    cargo build --release --locked
+    tests/trl/run.sh
+}
+
 section certificate "python3 with venv, PyPI, 8 GB of disk" \
     crates/engine/src/certificate crates/engine/src/certificate.rs crates/types/src/certificate crates/types/src/certificate.rs \
     crates/cli/src/commands/verify crates/cli/src/commands/verify.rs tests/certificate

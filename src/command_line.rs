@@ -11,7 +11,7 @@ use clap::{CommandFactory, Parser};
 use futures::future::LocalBoxFuture;
 use rlood_worker::{certify, preflight, serving};
 
-use crate::commands::{backup, bench, convert, gc, keys, reward_check, reward_serve};
+use crate::commands::{backup, bench, convert, gc, keys, reward_check, reward_serve, runtime};
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
 use crate::error_text::with_causes;
 use crate::{config, demo, engine, exporter, http, judge, reward_server, serve, worker};
@@ -48,6 +48,7 @@ pub fn run() -> ExitCode {
         Role::Restore(args) => on_runtime(format, None, backup::restore(args)),
         Role::Gc(args) => on_runtime(format, None, gc::run(args)),
         Role::Keys(args) => on_runtime(format, None, keys::run(args)),
+        Role::Runtime(args) => runtime::run(&args).unwrap_or_else(|error| exit_failure(format, &error)),
         Role::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| exit_failure(format, &*error)),
         Role::Convert(args) => convert::run(&args).unwrap_or_else(|error| exit_failure(format, &error)),
         Role::Api(command) => {

@@ -7,3 +7,4 @@ pub mod gc;
 pub mod keys;
 pub mod reward_check;
 pub mod reward_serve;
+pub mod runtime;

@@ -11,6 +11,7 @@ use rlood_worker::size::parse_size;
 pub use crate::protocol::HEARTBEAT_MS;
 pub use rlood_worker::args::{GRACE_S, OneShotArgs, ServingArgs, WorkerArgs};
 pub use rlood_worker::device::{Device, machine_memory_bytes, machine_threads, process_memory_bytes};
+pub use rlood_worker::runtime::trl::environment::TrlArgs;
 
 pub mod backup;
 mod bench;
@@ -22,6 +23,7 @@ pub mod keys;
 mod python;
 pub mod retention;
 mod reward;
+mod runtime;
 mod serve;
 mod serving;
 
@@ -33,6 +35,7 @@ pub use keys::KeysArgs;
 pub use python::{PythonRewards, PythonRewardsArgs};
 pub use retention::{Retention, RetentionArgs};
 pub use reward::{RewardArgs, RewardCheckArgs, RewardCommand, RewardFormat, RewardServeArgs, RewardServerArgs};
+pub use runtime::{RuntimeArgs, RuntimeCommand, RuntimeExtra, RuntimeInstallArgs};
 pub(crate) use serve::random_token;
 pub use serve::{ServeArgs, ServeConfig, no_key_for, resolve_listen};
 pub use serving::{Serve, ServeModelsArgs};
@@ -131,6 +134,8 @@ pub enum Command {
     Keys(KeysArgs),
     /// Remove unneeded data: files without a database row, data past its retention time, models in the workers' cache.
     Gc(gc::GcArgs),
+    /// Install the programs beside rlood's own engine that can train jobs.
+    Runtime(RuntimeArgs),
     /// Print the OpenAPI document (JSON) to standard output.
     Openapi(OpenapiArgs),
     /// Check versions, disk, devices and ports; exit code 0 if a server would start.

@@ -416,6 +416,7 @@ fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Res
         reward_pace: config.reward_pace,
         isa: config.isa,
         gpu_memory_bytes: config.gpu_memory_limit_bytes,
+        trl: config.trl.clone(),
         log: config.log.clone(),
         log_format: config.log_format,
     })

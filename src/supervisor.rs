@@ -20,7 +20,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY, Isa, LogFormat};
+use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY, Isa, LogFormat, TrlArgs};
 use crate::id::WorkerId;
 
 /// Initial delay before a worker process is restarted; it doubles after each early exit.
@@ -62,6 +62,8 @@ pub struct Children {
     pub isa: Isa,
     /// GPU memory limit in bytes, passed on to the children.
     pub gpu_memory_bytes: Option<u64>,
+    /// Settings of the runtime `trl`, passed on to the children.
+    pub trl: TrlArgs,
     /// Log filter, passed on to the children.
     pub log: String,
     /// Log format, passed on to the children.
@@ -186,6 +188,12 @@ fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> 
     if device == Device::Cpu {
         command.arg("--lending").arg(children.lending()).args(["--lending-slot", &slot.to_string()]);
     }
+    if let Some(python) = &children.trl.trl_python {
+        command.env("RLOOD_TRL_PYTHON", python);
+    }
+    if let Some(devices) = &children.trl.trl_devices {
+        command.env("RLOOD_TRL_DEVICES", devices);
+    }
     command.spawn()
 }
 
@@ -282,6 +290,7 @@ mod tests {
             reward_pace: 1.0,
             isa: Isa::Auto,
             gpu_memory_bytes: None,
+            trl: crate::config::TrlArgs::default(),
             log: "info".into(),
             log_format: LogFormat::Text,
         }

@@ -12,7 +12,7 @@ use super::device::parse_devices;
 use super::{
     ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, GRACE_S, HEARTBEAT_MS, HubArgs, HubConfig, Isa, LEASE_MS,
     LogFormat, MIN_SECRET_CHARS, PythonRewards, PythonRewardsArgs, Retention, RetentionArgs, SAMPLES_MAX_BYTES, Serve,
-    ServeModelsArgs, machine_memory_bytes, machine_threads, parse_size_of,
+    ServeModelsArgs, TrlArgs, machine_memory_bytes, machine_threads, parse_size_of,
 };
 use crate::spec::footprint::Place;
 use crate::storage::{NoLimit, StorageKind, StorageLimits};
@@ -129,6 +129,10 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub python_rewards: PythonRewardsArgs,
 
+    /// Settings of the runtime `trl`.
+    #[command(flatten)]
+    pub trl: TrlArgs,
+
     /// Settings of the served models.
     #[command(flatten)]
     pub serving: ServeModelsArgs,
@@ -196,6 +200,8 @@ pub struct ServeConfig {
     pub retention: Retention,
     /// Validated settings of Python rewards.
     pub python_rewards: PythonRewards,
+    /// Settings of the runtime `trl`, passed on to the workers.
+    pub trl: TrlArgs,
     /// Validated settings of the served models.
     pub serving: Serve,
     /// Whether `allow_outgoing` is the default, which allows loopback only until the database contains an API key.
@@ -251,6 +257,7 @@ impl ServeConfig {
             storage_limits: StorageLimits::new(),
             retention: Retention::default(),
             python_rewards: PythonRewards::default(),
+            trl: TrlArgs::default(),
             serving: Serve::default(),
             default_outgoing: true,
         })
@@ -351,6 +358,7 @@ impl ServeArgs {
             listen,
             data_dir: self.data_dir.clone(),
             own_adapter_dir: self.adapter_dir.clone(),
+            trl: self.trl.clone(),
             serving: self.serving.resolve(&devices, shares_gpus)?,
             devices,
             devices_are_found: self.devices.trim() == "auto",

@@ -31,7 +31,10 @@ use crate::files::DataDir;
 use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State as JobState};
 use crate::spec::format::{Format, write_job};
-use crate::spec::{FieldError, Labels, Plan, RewardKind, RewardSecrets, read_labels, rollout_secret_name, submittable};
+use crate::spec::{
+    FieldError, Guarantees, Labels, Plan, RewardKind, RewardSecrets, RuntimeName, RuntimePlan, read_labels,
+    rollout_secret_name, submittable,
+};
 use crate::store::{JobBeside, JobFilter, JobPatch, JobRow, clock_ms};
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -85,6 +88,8 @@ pub struct JobView {
     alerts: Vec<AlertView>,
     /// Exploration, exploitation or convergence, with the metrics that determine it; null before the first rollouts.
     training_phase: Option<PhaseChange>,
+    /// The program that trains the job, and the guarantees for a job that is interrupted.
+    runtime: JobRuntime,
     /// The settings of the job, with every default applied.
     #[schema(value_type = Plan)]
     plan: Box<RawValue>,
@@ -100,6 +105,31 @@ pub struct JobView {
     metadata: BTreeMap<String, String>,
     /// Owner of the key that created the job; empty = the operator.
     owner: String,
+}
+
+/// The program that trains a job.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct JobRuntime {
+    /// Name of the program.
+    name: RuntimeName,
+    /// Versions of the Python packages when the job was accepted, by name; empty for rlood's own engine.
+    versions: BTreeMap<String, String>,
+    /// The guarantees for a job that is interrupted.
+    guarantees: Guarantees,
+}
+
+impl JobRuntime {
+    /// Reads the runtime from a stored plan. A plan without one is trained by rlood's own engine.
+    fn of(plan: &RawValue) -> Self {
+        #[derive(Deserialize)]
+        struct OfPlan {
+            #[serde(default)]
+            runtime: RuntimePlan,
+        }
+        let plan: Option<OfPlan> = serde_json::from_str(plan.get()).ok();
+        let RuntimePlan { name, versions, guarantees, .. } = plan.map(|plan| plan.runtime).unwrap_or_default();
+        Self { name, versions, guarantees }
+    }
 }
 
 impl JobView {
@@ -143,6 +173,7 @@ impl JobView {
             eta_s: row.eta_s,
             queue_position: queue_position.filter(|_| row.state == JobState::Queued),
             failure: row.failure,
+            runtime: JobRuntime::of(&row.plan_json),
             plan: row.plan_json,
             parent: row.parent,
             created_at: Time(row.created_at),

@@ -22,7 +22,7 @@ use super::warm_start;
 use crate::modelcard::text::{Prompt, Text};
 use crate::modelcard::{self, ModelCard, ModelDescription};
 use crate::outgoing::OutgoingError;
-use crate::spec::{Context, FieldError, JobSpec, ModelFacts, PromptLengths, Warning, prompt_key};
+use crate::spec::{Context, FieldError, JobSpec, ModelFacts, PromptLengths, RuntimeFacts, Warning, prompt_key};
 use crate::store::ModelRow;
 
 /// Above this number of rows, or bytes of prompts, the worker counts the tokens of prompts in its loading phase.
@@ -108,6 +108,7 @@ pub(super) async fn prepare(
     let reward_models = reward_models::find(state, caller, spec, use_of_hub, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, caller, spec, use_of_hub == UseOfHub::Register, &mut errors).await?;
+    let runtimes = known_runtimes(state).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
     let model = model.map(|row| (state.downloads.readable(&row), row));
     let inspection = move |stop: &AtomicBool| {
@@ -137,10 +138,17 @@ pub(super) async fn prepare(
             reward_models,
             memory_limit_bytes,
             places,
+            runtimes,
         };
         Ok(Prepared { context, errors, warnings, train, eval, warm_up })
     };
     heavy::run(state, caller, INSPECT_WITHIN, inspection).await?
+}
+
+/// Returns the runtimes that workers can start which are not lost.
+async fn known_runtimes(state: &AppState) -> Result<Vec<RuntimeFacts>, Problem> {
+    let workers = state.store.worker_list().await?;
+    Ok(workers.into_iter().filter(|worker| !worker.lost).flat_map(|worker| worker.runtimes).collect())
 }
 
 /// The errors and warnings found while the model and data of a job were read.

@@ -21,6 +21,7 @@ use super::prometheus::{family, line};
 use crate::id::{JobId, WorkerId};
 use crate::job::State as JobState;
 use crate::protocol::KernelFacts;
+use crate::spec::RuntimeFacts;
 use crate::store::{WorkerRow, clock_ms};
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -208,6 +209,8 @@ pub struct Worker {
     pub version: String,
     /// CPU kernels of the worker; null on a GPU, and for workers of versions before this field.
     pub kernels: Option<KernelFacts>,
+    /// Runtimes beside rlood's own engine that the worker can start.
+    pub runtimes: Vec<RuntimeFacts>,
     /// When the server last heard from the worker.
     pub seen_at: Time,
 }
@@ -219,9 +222,21 @@ async fn list_workers(State(state): State<AppState>, caller: Caller) -> Result<J
     let lost_before = clock_ms() - lease_ms(&state);
     let word = |row: WorkerRow| {
         let state = WorkerState::of(&row, lost_before);
-        let WorkerRow { id, device, pid, threads, version, kernels, child: _, seen_at, created_at: _, lost: _, job } =
-            row;
-        Worker { id, device, pid, state, job_id: job, threads, version, kernels, seen_at: Time(seen_at) }
+        let WorkerRow {
+            id,
+            device,
+            pid,
+            threads,
+            version,
+            kernels,
+            runtimes,
+            child: _,
+            seen_at,
+            created_at: _,
+            lost: _,
+            job,
+        } = row;
+        Worker { id, device, pid, state, job_id: job, threads, version, kernels, runtimes, seen_at: Time(seen_at) }
     };
     let mut data: Vec<Worker> = state.store.worker_list().await?.into_iter().map(word).collect();
     for worker in &mut data {

@@ -40,6 +40,7 @@ pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
         ("devices", Ok(describe_devices(&config))),
         ("kernels", check_kernels(&config)),
         ("gpus", check_gpus(&config)),
+        ("trl", check_trl(&config)),
         ("memory", Ok(describe_memory(&config))),
         ("sockets", machine::check_open_files(config.edge.max_connections)),
         ("outgoing", check_outgoing(config.outgoing_allowed(keys_are_on))),
@@ -185,6 +186,16 @@ fn check_kernels(config: &ServeConfig) -> Result<String, String> {
         format!("; avx512_bf16 is {gain:.2} times as fast as avx512 (auto uses it if this is at least {least})")
     });
     Ok(format!("the CPU kernels use {isa}; this machine supports {}{gain}{refused}", available.join(", ")))
+}
+
+/// Lists the packages of the runtime `trl`, without importing them.
+fn check_trl(config: &ServeConfig) -> Result<String, String> {
+    let device = config.devices.first().map_or_else(|| "cpu".to_owned(), ToString::to_string);
+    match config.trl.find(&device) {
+        Ok(Some(found)) => Ok(found.describe()),
+        Ok(None) => Ok("not installed; `rlood runtime install trl` installs it, for jobs that need it".to_owned()),
+        Err(error) => Err(with_cause(&error)),
+    }
 }
 
 /// Opens the pool's GPUs, so that their kernels are loaded; lists other GPUs.

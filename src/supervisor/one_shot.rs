@@ -291,6 +291,7 @@ mod tests {
             reward_pace: 1.0,
             isa: Isa::Auto,
             gpu_memory_bytes: None,
+            trl: crate::config::TrlArgs::default(),
             log: "info".into(),
             log_format: LogFormat::Text,
         };

@@ -132,6 +132,7 @@ async fn job_with_checkpoint(server: &Server, files: &[(&str, &[u8])]) -> (JobId
         child: false,
         protocol: PROTOCOL,
         kernels: None,
+        runtimes: Vec::new(),
     };
     let store = &server.state.store;
     store.worker_register(&register, clock_ms()).await.unwrap();

@@ -79,6 +79,7 @@ mod reward_schemas;
 mod reward_server;
 mod reward_values;
 mod rollout_servers;
+mod runtimes;
 mod scale;
 mod secrets;
 mod server;

@@ -39,7 +39,11 @@ fn failed(class: FailureClass) -> Outcome {
 fn completions(step: u64) -> JournalEntry {
     let completions =
         vec![Generated { segments: Segments::of_completion(vec![5, 6, 7], None), finish_reason: FinishReason::Stop }];
-    JournalEntry::Rollout { rollout: RolloutId::train(step), groups: vec![SampledGroup { row: 2, completions }] }
+    JournalEntry::Rollout {
+        rollout: RolloutId::train(step),
+        groups: vec![SampledGroup { row: 2, completions }],
+        samplers: Vec::new(),
+    }
 }
 
 fn request(step: u64, key: &str) -> JournalEntry {

@@ -124,6 +124,7 @@ impl Server {
             child: false,
             protocol: PROTOCOL,
             kernels: None,
+            runtimes: Vec::new(),
         };
         self.state.store.worker_register(&register, clock_ms()).await.unwrap();
         self.state.store.job_claim(worker, clock_ms(), 30_000).await.unwrap().unwrap()

@@ -65,6 +65,9 @@ pub enum EngineError {
     /// A GPU or its driver is missing or failed: this process cannot use anything on it any more.
     #[error("the GPU cannot be used: {0}")]
     Device(String),
+    /// The processes that train in place of this engine ended, or stopped making progress. A new attempt may succeed.
+    #[error("the training processes failed: {0}")]
+    Ranks(String),
     /// The prompts do not fit into the model's context.
     #[error("{0}")]
     Prompts(String),
@@ -144,6 +147,7 @@ impl EngineError {
             | EngineError::Tensor(_)
             | EngineError::OutOfMemory(_)
             | EngineError::Device(_)
+            | EngineError::Ranks(_)
             | EngineError::Io { .. } => FailureClass::Infra,
         }
     }

@@ -81,13 +81,16 @@ impl Damage {
 }
 
 /// Selects the next job of the queue. `?1` is the current time, and `?2` the longest pause after a server error: a pause that would
-/// last longer was stored before the clock was set back, and is ignored. A job whose models or datasets are being downloaded is not
+/// last longer was stored before the clock was set back, and is ignored. `?3` is the worker, which runs a job of the runtime `trl` only if it
+/// has an environment and devices for it. A job whose models or datasets are being downloaded is not
 /// selected. The index is named because the planner would otherwise sort all queued rows.
 pub const NEXT_JOB: &str = "SELECT * FROM jobs INDEXED BY jobs_queue \
      WHERE state = 'queued' AND waits_for_data = 0 AND (claim_not_before <= ?1 OR claim_not_before > ?1 + ?2) \
      AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.model AND models.state = 'downloading') \
      AND NOT EXISTS (SELECT 1 FROM json_each(jobs.plan, '$.reward_models') AS used CROSS JOIN models \
      ON models.id = used.key WHERE models.state = 'downloading') \
+     AND (json_extract(plan, '$.runtime.name') IS NOT 'trl' OR COALESCE(json_extract(plan, '$.resources.devices'), 1) <= \
+     COALESCE((SELECT trl_devices FROM workers WHERE workers.id = ?3), 0)) \
      ORDER BY priority DESC, queue_order LIMIT 1";
 /// Selects claims whose lease expired before this time.
 pub const LAPSED_JOBS: &str = "SELECT * FROM jobs INDEXED BY jobs_leases WHERE state = 'running' AND lease_until < ?";
@@ -111,7 +114,7 @@ impl Store {
             changed.push(held.id);
         }
         let claimed = loop {
-            let next = sqlx::query(NEXT_JOB).bind(now).bind(LONGEST_PAUSE_MS);
+            let next = sqlx::query(NEXT_JOB).bind(now).bind(LONGEST_PAUSE_MS).bind(worker.to_string());
             let next = next.fetch_optional(&mut *tx).await.doing(doing)?;
             let Some(next) = next else { break None };
             let row = JobRow::read(&next)?;

@@ -3,6 +3,8 @@
 //! A retry of the job copies the remaining entries.
 
 use futures::TryStreamExt;
+use serde::Deserialize;
+use serde_json::{Value, json};
 use sqlx::Row;
 use sqlx::sqlite::{SqliteConnection, SqliteQueryResult, SqliteRow};
 
@@ -14,7 +16,7 @@ use crate::event::SamplePhase;
 use crate::id::JobId;
 use crate::job::State;
 use crate::protocol::{JournalEntry, JournalPage};
-use crate::rollout::RolloutId;
+use crate::rollout::{RolloutId, SampledGroup};
 
 /// Approximate maximum size of a page, in bytes; a single entry may be larger.
 const PAGE_BYTES: usize = 4 << 20;
@@ -87,8 +89,11 @@ async fn append(
     now: i64,
 ) -> Result<(), StoreError> {
     match entry {
-        JournalEntry::Rollout { rollout, groups } => {
-            let groups = to_json("groups", groups)?;
+        JournalEntry::Rollout { rollout, groups, samplers } => {
+            let groups = match samplers.is_empty() {
+                true => to_json("groups", groups)?,
+                false => to_json("groups", &json!({ "groups": groups, "samplers": samplers }))?,
+            };
             let row = NewRow { key: None, rollout, attempt, reward: None, request_id: None, body: &groups };
             insert(tx, job, &row, now).await?;
         }
@@ -245,10 +250,21 @@ pub(super) async fn journal_copy(
     Ok(())
 }
 
+/// The body of a rollout's row: a list of groups, or an object if the samplers have states.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum StoredRollout {
+    Groups(Vec<SampledGroup>),
+    WithSamplers { groups: Vec<SampledGroup>, samplers: Vec<Value> },
+}
+
 fn read(row: &SqliteRow, now: i64) -> Result<JournalEntry, StoreError> {
     let rollout: RolloutId = json_column(row, "rollout")?;
     let Some(reward) = column::<Option<String>>(row, "reward")? else {
-        return Ok(JournalEntry::Rollout { rollout, groups: json_column(row, "body")? });
+        return Ok(match json_column(row, "body")? {
+            StoredRollout::Groups(groups) => JournalEntry::Rollout { rollout, groups, samplers: Vec::new() },
+            StoredRollout::WithSamplers { groups, samplers } => JournalEntry::Rollout { rollout, groups, samplers },
+        });
     };
     let (key, id) = (column(row, "key")?, column(row, "request_id")?);
     let answered = row.try_get::<Option<&str>, _>("answer").is_ok_and(|answer| answer.is_some());

@@ -7,6 +7,7 @@ use super::events::log_insert;
 use super::{Doing, Store, StoreError, column, corrupt, id_column};
 use crate::id::{JobId, WorkerId};
 use crate::protocol::{KernelFacts, Register};
+use crate::spec::RuntimeFacts;
 
 /// A worker and its state.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,6 +24,8 @@ pub struct WorkerRow {
     pub version: String,
     /// CPU kernels of the worker; `None` on a GPU.
     pub kernels: Option<KernelFacts>,
+    /// Runtimes beside rlood's own engine that the worker can start.
+    pub runtimes: Vec<RuntimeFacts>,
     /// Whether it is a child process of this server, which ends when the server does.
     pub child: bool,
     /// Time of the worker's last message, Unix time in milliseconds.
@@ -38,13 +41,17 @@ pub struct WorkerRow {
 impl Store {
     /// Registers a worker, or updates its registration.
     pub async fn worker_register(&self, register: &Register, now: i64) -> Result<(), StoreError> {
-        let Register { worker, device, pid, threads, version, child, protocol: _, kernels } = register;
+        let Register { worker, device, pid, threads, version, child, protocol: _, kernels, runtimes } = register;
+        let trl_devices =
+            runtimes.iter().filter(|facts| facts.is_usable()).map(|facts| facts.devices).max().unwrap_or(0);
+        let runtimes = Some(runtimes).filter(|runtimes| !runtimes.is_empty());
+        let runtimes = runtimes.map(serde_json::to_string).transpose().map_err(corrupt("runtimes"))?;
         let kernels = kernels.as_ref().map(serde_json::to_string).transpose().map_err(corrupt("kernels"))?;
         sqlx::query(
-            "INSERT INTO workers (id, device, pid, threads, version, child, seen_at, created_at, kernels) \
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8) ON CONFLICT (id) DO UPDATE SET device = excluded.device, \
+            "INSERT INTO workers (id, device, pid, threads, version, child, seen_at, created_at, kernels, runtimes, trl_devices) \
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8, ?9, ?10) ON CONFLICT (id) DO UPDATE SET device = excluded.device, \
              pid = excluded.pid, threads = excluded.threads, version = excluded.version, child = excluded.child, \
-             kernels = excluded.kernels, seen_at = excluded.seen_at, lost_at = NULL",
+             kernels = excluded.kernels, runtimes = excluded.runtimes, trl_devices = excluded.trl_devices, seen_at = excluded.seen_at, lost_at = NULL",
         )
         .bind(worker.to_string())
         .bind(device)
@@ -54,6 +61,8 @@ impl Store {
         .bind(child)
         .bind(now)
         .bind(kernels)
+        .bind(runtimes)
+        .bind(trl_devices)
         .execute(&self.writer)
         .await
         .doing("register a worker")?;
@@ -167,6 +176,11 @@ impl WorkerRow {
                 .map(serde_json::from_str)
                 .transpose()
                 .map_err(corrupt("kernels"))?,
+            runtimes: column::<Option<&str>>(row, "runtimes")?
+                .map(serde_json::from_str)
+                .transpose()
+                .map_err(corrupt("runtimes"))?
+                .unwrap_or_default(),
             child: column(row, "child")?,
             seen_at: column(row, "seen_at")?,
             created_at: column(row, "created_at")?,

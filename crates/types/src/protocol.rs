@@ -47,6 +47,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use utoipa::ToSchema;
 
 use crate::callback::{Accepted, CallbackTerms, Entry, Later};
@@ -55,7 +56,7 @@ use crate::event::{Event, Phase};
 use crate::id::{CheckpointId, JobId, WorkerId};
 use crate::job::{Failure, Requested};
 use crate::rollout::{RolloutId, SampledGroup};
-use crate::spec::{Plan, RewardSecrets};
+use crate::spec::{Plan, RewardSecrets, RuntimeFacts};
 
 mod claim;
 mod models;
@@ -99,6 +100,9 @@ pub struct Register {
     /// CPU kernels of the worker; null for a worker on a GPU, and for workers of versions before this field.
     #[serde(default)]
     pub kernels: Option<KernelFacts>,
+    /// Runtimes beside rlood's own engine that the worker can start; none for workers of versions before this field.
+    #[serde(default)]
+    pub runtimes: Vec<RuntimeFacts>,
 }
 
 /// The CPU kernels of a worker.
@@ -352,6 +356,10 @@ pub enum JournalEntry {
         rollout: RolloutId,
         /// Sampled groups, in block order.
         groups: Vec<SampledGroup>,
+        /// State of each rank's sampler after the rollout, as the runtime gave it; empty for rlood's own engine, whose random
+        /// numbers need no state.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        samplers: Vec<Value>,
     },
     /// A request is about to be sent. It is repeated until it is answered, always with this id and these bytes.
     Request {

@@ -6,6 +6,7 @@ use clap::Args;
 
 use crate::device::Device;
 use crate::id::WorkerId;
+use crate::runtime::trl::environment::TrlArgs;
 use crate::size::parse_size;
 
 /// Default number of seconds that a worker has to save and exit after SIGTERM.
@@ -66,6 +67,10 @@ pub struct WorkerArgs {
     /// Factor on the waits of reward requests; see `rlood serve`.
     #[arg(long, env = "RLOOD_REWARD_PACE", default_value_t = 1.0, hide = true, value_name = "FACTOR")]
     pub reward_pace: f64,
+
+    /// Settings of the runtime `trl`.
+    #[command(flatten)]
+    pub trl: TrlArgs,
 
     /// Worker id to register with; set by the server for its own workers.
     #[arg(long, hide = true)]

@@ -13,6 +13,7 @@ pub mod one_shot;
 pub mod preflight;
 pub mod reward_model;
 mod rollout_servers;
+pub mod runtime;
 pub mod serving;
 pub mod size;
 pub mod worker;

@@ -49,6 +49,7 @@ use crate::id::WorkerId;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{ClaimRequest, Finish, KernelFacts, Outcome, PROTOCOL, Register, Registered};
 use crate::reward::client::{Pace, RewardClient};
+use crate::runtime::trl;
 use client::{ClaimRef, Client, ClientError, with_retries};
 
 /// How long the server may hold a worker's request for a job while the queue is empty, in milliseconds.
@@ -119,6 +120,8 @@ struct Worker {
     vllm_python: Option<PathBuf>,
     /// Factor on the waits of reward requests; 1 except in tests.
     reward_pace: Pace,
+    /// The environment of the runtime `trl`; `None` = this worker has none.
+    trl: Option<trl::Environment>,
     /// HTTP connections for rewards, kept from job to job while the policy for outgoing addresses stays the same.
     reward_client: Mutex<Option<RewardClient>>,
 }
@@ -127,6 +130,17 @@ struct Worker {
 fn kernel_facts(device: &str) -> Option<KernelFacts> {
     let isa = Isa::chosen().ok().filter(|_| device == "cpu")?;
     Some(KernelFacts { isa: isa.name().to_owned(), avx512_bf16_gain: Isa::bf16_gain() })
+}
+
+/// Finds the environment of the runtime `trl`. A worker with an environment that cannot be used runs all other jobs.
+fn find_trl(args: &trl::environment::TrlArgs, device: &str) -> Option<trl::Environment> {
+    match args.find(device) {
+        Ok(found) => found.inspect(|found| tracing::info!("the runtime trl is available: {}", found.describe())),
+        Err(error) => {
+            tracing::warn!(error = with_causes(&error), "the runtime trl is not available");
+            None
+        }
+    }
 }
 
 /// Lends cores to the server's serving process. Without that file, the two only compete for them.
@@ -159,6 +173,7 @@ async fn run_worker(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
     let leaving = stop_on_signal((!args.child).then(|| preempted.clone()))?;
     let cache_dir = args.cache_dir.unwrap_or_else(|| default_cache_dir(args.scratch_dir.as_deref()));
     let cache_limit = args.cache_limit.filter(|bytes| *bytes > 0);
+    let trl = find_trl(&args.trl, &args.device.to_string());
     let (scratch_dir, _scratch) = scratch_dir(args.scratch_dir)?;
     let adapter_dir = args.adapter_dir.unwrap_or_else(|| scratch_dir.join("rollout-adapters"));
     let worker = Worker {
@@ -176,6 +191,7 @@ async fn run_worker(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
         leave_within: Duration::from_secs(args.grace_s),
         heartbeat_ms: crate::protocol::HEARTBEAT_MS.into(),
         train: crate::engine::train,
+        trl,
         reward_pace: Pace::new(args.reward_pace).map_err(|why| WorkerError::Setting(format!("--reward-pace {why}")))?,
         reward_client: Mutex::default(),
     };
@@ -238,6 +254,7 @@ impl Worker {
             child: self.child,
             protocol: PROTOCOL,
             kernels: kernel_facts(&self.device),
+            runtimes: self.trl.iter().map(|trl| trl.facts.clone()).collect(),
         };
         let Registered { heartbeat_ms, lease_ms, protocol } =
             with_retries(|| self.client.register(&register), ClientError::is_transient).await?;

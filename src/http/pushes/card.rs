@@ -10,7 +10,7 @@ use super::facts::{Base, Facts};
 use crate::event::{Sample, SamplePhase};
 use crate::export::ExportResult;
 use crate::push::PushFormat;
-use crate::spec::Plan;
+use crate::spec::{Plan, ResumeGuarantee};
 use crate::verdict::VerdictResult;
 
 /// Width of a reward curve in characters.
@@ -178,9 +178,29 @@ fn training(facts: &Facts) -> String {
     if plan.training.four_bit().is_some() {
         line("Base in training", "quantized to 4 bits".to_owned());
     }
+    if plan.runtime.load_in_8bit {
+        line("Base in training", "quantized to 8 bits".to_owned());
+    }
+    if !plan.runtime.is_own() {
+        line("Trainer", trainer(plan));
+    }
     line("Learning rate", plan.optimizer.learning_rate.to_string());
     line("Completion length", format!("at most {} tokens", plan.sampling.max_completion_length));
     text
+}
+
+/// Names the program that trained in place of rlood's own engine, and what holds for interrupted runs.
+fn trainer(plan: &Plan) -> String {
+    let version = plan.runtime.versions.get("trl").map_or("", String::as_str);
+    let devices = match plan.resources.devices {
+        1 => "1 process".to_owned(),
+        devices => format!("{devices} processes"),
+    };
+    let resumed = match plan.runtime.guarantees.resume {
+        ResumeGuarantee::Exact | ResumeGuarantee::ExactCpu => "an interrupted run ends with the same bytes",
+        ResumeGuarantee::Recorded => "an interrupted run repeats no completion, and its weights may differ in rounding",
+    };
+    format!("TRL {version}, {devices}; {resumed}")
 }
 
 /// Names, types and weights of the rewards. Their settings may contain addresses and secrets, and are left out.

@@ -172,7 +172,7 @@ impl Host for Machine {
     }
 
     fn sampled(&mut self, rollout: RolloutId, groups: &[SampledGroup]) -> Result<(), RunEnd> {
-        let entry = JournalEntry::Rollout { rollout, groups: groups.to_vec() };
+        let entry = JournalEntry::Rollout { rollout, groups: groups.to_vec(), samplers: Vec::new() };
         self.journal.insert(rollout, serde_json::to_string(&entry).unwrap());
         Ok(())
     }
@@ -264,7 +264,7 @@ fn a_trajectory_that_is_no_completion_is_refused_before_it_is_scored() {
     let id = RolloutId::train(1);
     let mut groups = machine.groups(id).expect("sampled");
     groups[0].completions[0].segments.0.push(Segment::Context { ids: vec![5] });
-    let entry = JournalEntry::Rollout { rollout: id, groups };
+    let entry = JournalEntry::Rollout { rollout: id, groups, samplers: Vec::new() };
     let journal = HashMap::from([(id, serde_json::to_string(&entry).unwrap())]);
     let refused = Machine { journal, ..Machine::new() }.run(true, None);
     assert!(matches!(&refused, Err(RunEnd::Failed(EngineError::Trajectory(_)))), "{refused:?}");

@@ -414,6 +414,7 @@ async fn the_next_job_is_found_by_index_however_long_the_queue() {
         let beside = |step: &String| {
             step.contains("SUBQUERY")
                 || step.starts_with("SEARCH models USING INDEX")
+                || step.starts_with("SEARCH workers USING INDEX")
                 || step.starts_with("SCAN used VIRTUAL TABLE")
         };
         assert!(steps[1..].iter().all(beside), "{query}: {steps:?}");

@@ -82,6 +82,7 @@ impl Setting {
             child,
             protocol: PROTOCOL,
             kernels: None,
+            runtimes: Vec::new(),
         };
         self.store.worker_register(&register, T0).await.unwrap();
         worker

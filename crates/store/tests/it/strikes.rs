@@ -77,7 +77,7 @@ impl Run {
 
 fn rollout(rollout: RolloutId, rows: u64) -> JournalEntry {
     let groups = (0..rows).map(|row| SampledGroup { row, completions: Vec::new() }).collect();
-    JournalEntry::Rollout { rollout, groups }
+    JournalEntry::Rollout { rollout, groups, samplers: Vec::new() }
 }
 
 fn request(rollout: RolloutId, key: &str) -> JournalEntry {

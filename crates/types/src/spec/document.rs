@@ -12,13 +12,15 @@ use super::reader::{Errors, Field, FieldError, Reader, kind_of, shown};
 use super::rewards::{read_reward_secrets, read_rewards};
 use super::rloo::read_rloo;
 use super::rollouts::read_rollout;
+use super::runtime::{RuntimeSpec, read_runtime};
 use super::sections::{read_certificate, read_lora, read_optimizer, read_section, read_training, read_warm_start};
 use super::settings::{CHECKPOINTS, SAMPLING};
 use super::sources::{DatasetSource, attach_records, detach_records, read_dataset, with_prompts};
 use super::warm_up::read_warm_up;
 use super::{
     Arithmetic, CertificatePlan, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan,
-    QuantType, RewardPlan, RewardSecrets, RlooPlan, RolloutPlan, SamplingPlan, WarmStartPlan, WarmUpSpec,
+    QuantType, ResourcesPlan, RewardPlan, RewardSecrets, RlooPlan, RolloutPlan, SamplingPlan, WarmStartPlan,
+    WarmUpSpec,
 };
 
 /// A submitted job. A field that was rejected has a harmless placeholder, so that the rest can still be checked.
@@ -62,6 +64,10 @@ pub struct JobSpec {
     pub early_stopping: Option<EarlyStoppingSpec>,
     /// Alert rules, and what happens on an alert.
     pub doctor: DoctorPlan,
+    /// The program that trains, as requested.
+    pub runtime: RuntimeSpec,
+    /// The devices that the job needs.
+    pub resources: ResourcesPlan,
     /// The client's own labels, as key-value pairs.
     pub metadata: BTreeMap<String, String>,
     /// The rules that decide the exact bits of the run: the latest, unless the job continues another one.
@@ -110,6 +116,7 @@ impl JobSpec {
             let detail = format!("a job must be an object such as {example}, not {}", kind_of(&document));
             return (Self::read(json!({})).0, vec![FieldError::new("", "invalid_type", detail)]);
         }
+        name_runtime(&mut document);
         let train_records = detach_records(&mut document, "/dataset");
         let eval_records = detach_records(&mut document, "/eval/dataset");
         let test_records = detach_records(&mut document, "/eval/test_dataset");
@@ -145,6 +152,13 @@ impl JobSpec {
     }
 }
 
+/// Replaces the name of a runtime by the section that it stands for.
+fn name_runtime(document: &mut Value) {
+    if let Some(runtime @ Value::String(_)) = document.get_mut("runtime") {
+        *runtime = json!({ "name": runtime });
+    }
+}
+
 /// Returns a plan as a document that can be submitted again, without secrets.
 pub fn submittable(plan: &Plan) -> Value {
     // Destructured without `..`, so that a new setting cannot be forgotten here.
@@ -167,6 +181,8 @@ pub fn submittable(plan: &Plan) -> Value {
         certificate,
         early_stopping,
         doctor,
+        runtime,
+        resources,
         metadata,
         totals: _,
         // The arithmetic rules are left out: a job created from this document follows the latest ones.
@@ -177,6 +193,10 @@ pub fn submittable(plan: &Plan) -> Value {
         "sampling": sampling, "rollout": rollout, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
         "certificate": certificate, "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
+    if !runtime.is_own() {
+        document["runtime"] = json!({"name": runtime.name, "load_in_8bit": runtime.load_in_8bit, "zero_stage": runtime.zero_stage, "offload": runtime.offload});
+        document["resources"] = json!(resources);
+    }
     if let Some(eval) = eval {
         // The evaluation rows of a fraction come from the training dataset, and their number follows from the fraction.
         document["eval"]["dataset"] = eval.fraction.map_or_else(|| submittable_dataset(&eval.dataset), |_| Value::Null);
@@ -259,6 +279,7 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         secrets.extend(keys);
         rollout
     });
+    let (runtime, resources) = read_runtime(document);
     let spec = JobSpec {
         name: document.field("name").name(200).map(str::to_owned),
         priority: read_priority(&document.field("priority")).unwrap_or(0),
@@ -289,6 +310,8 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         certificate: document.field("certificate").object().and_then(read_certificate),
         early_stopping: document.field("early_stopping").object().map(read_early_stopping),
         doctor: read_doctor(document.section("doctor")),
+        runtime,
+        resources,
         metadata: read_metadata(&document.field("metadata")).unwrap_or_default(),
         arithmetic: Arithmetic::LATEST,
         redacted: Value::Null,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use super::footprint::Place;
-use super::plan::{DatasetPlan, SourcePlan};
+use super::plan::{DatasetPlan, RuntimeFacts, SourcePlan};
 use super::warm::WarmStartFacts;
 use super::{PromptKey, PromptLengths};
 use crate::id::DatasetId;
@@ -33,6 +33,8 @@ pub struct Context {
     pub memory_limit_bytes: Option<u64>,
     /// The devices that may run the job, which must fit on each of them. Empty = the CPU.
     pub places: Vec<Place>,
+    /// The runtimes beside rlood's own engine that connected workers can start.
+    pub runtimes: Vec<RuntimeFacts>,
 }
 
 impl Context {

@@ -32,7 +32,9 @@ const PPO_CLIP: &str = "this key is PPO's name of the policy clip: use rloo.epsi
 const ADAPTIVE_KL: &str = "the coefficient of the KL penalty is constant: use rloo.beta";
 const PRECISION: &str = "use training.dtype: \"f32\" or \"bf16\"";
 const QUANTIZED: &str = "use training.load_in_4bit, training.bnb_4bit_quant_type (nf4, fp4) and training.use_bnb_nested_quant; other quantized base models are not supported";
-const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute; remove this key";
+const ONE_DEVICE: &str = "rlood's own engine trains on one device; for several use runtime \"trl\" with resources.devices, and runtime.zero_stage to divide the weights";
+const EIGHT_BITS: &str =
+    "use runtime {\"name\": \"trl\", \"load_in_8bit\": true}: only TRL trains on a base model in 8 bits";
 const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
 const BATCH: &str = "the size of a batch is its number of prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); the worker chooses micro-batches itself";
 const SAVING: &str = "use checkpoints {every_steps, every_seconds, keep_last, keep_best, metric_for_best}";
@@ -226,7 +228,8 @@ const KEYS: &[Entry] = &[
         "models are described by their config.json alone; remove this key",
     ),
     (&["bf16", "fp16", "tf32", "torch_dtype", "dtype", "load_in_16bit"], FOREIGN, PRECISION),
-    (&["load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "quantization_config", "use_qlora"], FOREIGN, QUANTIZED),
+    (&["load_in_8bit"], FOREIGN, EIGHT_BITS),
+    (&["load_in_4bit", "bnb_4bit_quant_type", "quantization_config", "use_qlora"], FOREIGN, QUANTIZED),
     (
         &[
             "deepspeed",

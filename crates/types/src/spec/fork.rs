@@ -43,6 +43,11 @@ pub fn resume_identity(plan: &Plan) -> Value {
     if let Some(warm_start) = &plan.warm_start {
         shared["warm_start"] = json!(warm_start);
     }
+    if !plan.runtime.is_own() {
+        let runtime = &plan.runtime;
+        let settings = (runtime.name, runtime.load_in_8bit, runtime.zero_stage, runtime.offload);
+        shared["runtime"] = json!({"settings": settings, "devices": plan.resources.devices});
+    }
     if let Some(warm_up) = &plan.warm_up {
         let mut identity = json!(warm_up);
         identity["dataset"] = json!(warm_up.dataset.sha256);

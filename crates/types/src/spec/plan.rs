@@ -7,6 +7,7 @@ mod algorithm;
 mod arithmetic;
 mod rewards;
 mod rollout;
+mod runtime;
 mod warm_up;
 
 use std::collections::BTreeMap;
@@ -21,6 +22,7 @@ pub use algorithm::*;
 pub use arithmetic::*;
 pub use rewards::*;
 pub use rollout::*;
+pub use runtime::*;
 pub use warm_up::*;
 
 /// The resolved settings of a job. Every default has been filled in.
@@ -69,6 +71,12 @@ pub struct Plan {
     /// Which alert rules are on, and whether an alert pauses or ends the job.
     #[serde(default)]
     pub doctor: DoctorPlan,
+    /// The program that trains the job; absent = rlood's own engine.
+    #[serde(default, skip_serializing_if = "RuntimePlan::is_own")]
+    pub runtime: RuntimePlan,
+    /// The devices that the job needs; absent = one.
+    #[serde(default, skip_serializing_if = "ResourcesPlan::is_one")]
+    pub resources: ResourcesPlan,
     /// The client's own labels, as key-value pairs.
     pub metadata: BTreeMap<String, String>,
     /// Amounts that follow from the settings, such as steps, completions and epochs.

@@ -15,6 +15,7 @@ use super::prompts::{image_column, image_detail};
 use super::reader::shown;
 use super::rloo;
 use super::rollouts;
+use super::runtime;
 use super::split::{Split, mixture_of, split};
 use super::warm;
 use super::warm_up;
@@ -62,6 +63,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     let sampling = fit_completions(spec, context, &mut errors);
     rloo::check(spec, &sampling, &mut errors);
     rollouts::check(spec, &mut errors);
+    let runtime = runtime::choose(spec, context, &mut errors);
     let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
     let split = split(dataset, spec);
@@ -76,13 +78,13 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         return Err(errors);
     }
     let Some(model) = &context.model else { return Err(errors) };
-    errors.extend(four_bit_without_adapter(spec, model));
+    errors.extend(four_bit_without_adapter(spec, model).filter(|_| runtime.is_own()));
     let lora = match (&spec.warm_start, &context.warm_start) {
         (Some(_), Some(facts)) => warm::adapter(spec, facts, model, &mut errors),
         (Some(_), None) => return Err(errors),
         (None, _) => spec.lora.clone().and_then(|lora| modules_of(spec, lora, model, &mut errors)),
     };
-    errors.extend(beyond_all_places(model, context));
+    errors.extend(beyond_all_places(model, context).filter(|_| runtime.is_own()));
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
         (Some(eval), _) if eval.fraction.is_some() => Some(plan_eval(eval, dataset, &split, context)),
@@ -115,15 +117,19 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         certificate: spec.certificate.clone(),
         early_stopping,
         doctor: spec.doctor.clone(),
+        runtime,
+        resources: spec.resources.clone(),
         metadata: spec.metadata.clone(),
         totals,
         arithmetic: spec.arithmetic,
     };
+    // The estimate is that of rlood's own engine, so it refuses no job that TRL trains.
+    let is_own = plan.runtime.is_own();
     let limits = Limits {
         lengths: context.datasets().filter_map(|(facts, _)| facts.prompt_lengths).max_by_key(|lengths| lengths.longest),
-        memory_bytes: context.memory_limit_bytes,
+        memory_bytes: context.memory_limit_bytes.filter(|_| is_own),
         reward_model_bytes: reward_model_bytes(spec, context),
-        places: &context.places,
+        places: if is_own { &context.places } else { &[] },
         micro_batch_tokens: spec.training.micro_batch_tokens,
         gradient_checkpointing: spec.training.gradient_checkpointing,
     };

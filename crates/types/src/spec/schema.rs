@@ -9,7 +9,7 @@ use utoipa::openapi::{Object, Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::plan::BUILTINS;
-use super::settings::{SECTIONS, form_layout};
+use super::settings::{SECTIONS, form_layout, runtime_names};
 use super::{
     AnswerPlace, DatasetPlan, EvalPlan, HttpTemplatePlan, JobSpec, LabelPlan, LengthUnit, MAX_ABS_REWARD,
     OpenaiJudgePlan, OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, PythonPlan, RewardModelPlan, RlooPlan, ServicePlan,
@@ -31,6 +31,11 @@ impl PartialSchema for JobDocument {
                     object(section.schema()),
                     "The LoRA adapter; null = full fine-tuning: every weight is trained.",
                 ),
+                "runtime" => OneOfBuilder::new()
+                    .item(object(section.schema()))
+                    .item(enumeration("The name of the runtime alone.", &runtime_names()))
+                    .description(Some(section.doc))
+                    .into(),
                 _ => object(section.schema()),
             };
             job.property(section.name, schema)

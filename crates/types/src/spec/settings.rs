@@ -14,6 +14,7 @@ mod range;
 mod read;
 mod rloo;
 mod rollout;
+mod runtime;
 mod sampling;
 mod schema;
 #[cfg(test)]
@@ -38,6 +39,7 @@ pub(super) use range::Range;
 pub(super) use read::Values;
 pub(super) use rloo::RLOO;
 pub(super) use rollout::{MAX_WEIGHT, ROLLOUT};
+pub(super) use runtime::{RESOURCES, RUNTIME, runtime_names};
 pub(super) use sampling::{GREEDY, GREEDY_TEMPERATURE, SAMPLING};
 pub(super) use schema::form_layout;
 pub(super) use training::{MAX_SEED, MAX_STEPS, TRAINING};
@@ -45,7 +47,7 @@ pub(super) use warm_up::WARM_UP;
 pub(super) use watch::{DOCTOR, EARLY_STOPPING};
 
 /// All sections, in the order of the form and of the reference page.
-pub(super) static SECTIONS: [&Section; 13] = [
+pub(super) static SECTIONS: [&Section; 15] = [
     &TRAINING,
     &RLOO,
     &SAMPLING,
@@ -59,6 +61,8 @@ pub(super) static SECTIONS: [&Section; 13] = [
     &WARM_START,
     &WARM_UP,
     &ROLLOUT,
+    &RUNTIME,
+    &RESOURCES,
 ];
 
 /// A section of a job's document.

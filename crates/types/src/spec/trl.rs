@@ -12,6 +12,7 @@ mod keys;
 mod peft;
 mod reading;
 mod rewards;
+mod runtime;
 mod schedule;
 
 use std::collections::BTreeMap;
@@ -151,7 +152,16 @@ pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
         .or_else(|| siblings.get("dataset").or(siblings.get("train_dataset")).and_then(|dataset| inline_rows(dataset)));
     let length = schedule::length(&keys, batches, rows, num_iterations, &mut training);
     write_settings(&keys, &TRAINING, &mut training);
-    read_precision(&keys, &mut training);
+    let mut runtime = Map::new();
+    read_precision(&keys, &mut training, &mut runtime);
+    runtime::read_runtime(&keys, &mut runtime);
+    if !runtime.is_empty() {
+        let ranks = keys.value("world_size").or_else(|| keys.value("num_processes")).and_then(Value::as_u64);
+        if let Some(ranks) = ranks.filter(|ranks| *ranks > 1) {
+            spec.insert("resources".to_owned(), json!({ "devices": ranks }));
+        }
+        spec.insert("runtime".to_owned(), Value::Object(runtime));
+    }
     let sampling = sampling(&keys);
     let temperature = sampling["temperature"].as_f64().unwrap_or(1.0);
     let eval = schedule::evaluation(&keys, &length, generations, temperature);
@@ -440,7 +450,7 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
 }
 
 /// Reads bf16 or f32 if requested. The default is the server's, because TRL's default of bf16 assumes a GPU.
-fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
+fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>, runtime: &mut Map<String, Value>) {
     let init = keys.object("model_init_kwargs").unwrap_or_default();
     for (key, value) in &init {
         match key.as_str() {
@@ -459,11 +469,13 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
             _ if value.is_null() => {}
             // transformers then uses the defaults of BitsAndBytesConfig.
             "load_in_4bit" => {
-                read_quantization(keys, &format!("model_init_kwargs.{key}"), &json!({key: value}), training)
+                read_quantization(keys, &format!("model_init_kwargs.{key}"), &json!({key: value}), (training, runtime))
             }
             "load_in_8bit" if *value == json!(false) => {}
-            "load_in_8bit" => keys.refuse(&format!("model_init_kwargs.{key}"), NO_QUANTIZATION),
-            "quantization_config" => read_quantization(keys, &format!("model_init_kwargs.{key}"), value, training),
+            "load_in_8bit" => runtime::load_in_8bit(keys, &format!("model_init_kwargs.{key}"), runtime),
+            "quantization_config" => {
+                read_quantization(keys, &format!("model_init_kwargs.{key}"), value, (training, runtime))
+            }
             _ => keys.refuse(
                 &format!("model_init_kwargs.{key}"),
                 "models are described by their config.json alone: remove this key",
@@ -471,7 +483,7 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
         }
     }
     if let Some(config) = keys.value("quantization_config") {
-        read_quantization(keys, "quantization_config", config, training);
+        read_quantization(keys, "quantization_config", config, (training, runtime));
     }
     for key in ["dtype", "torch_dtype"] {
         if keys.value(key).is_some() {
@@ -492,11 +504,19 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
 }
 
 /// Reads transformers' BitsAndBytesConfig, whose defaults are fp4 without double quantization.
-fn read_quantization(keys: &Keys<'_>, key: &str, config: &Value, training: &mut Map<String, Value>) {
+fn read_quantization(
+    keys: &Keys<'_>,
+    key: &str,
+    config: &Value,
+    (training, runtime): (&mut Map<String, Value>, &mut Map<String, Value>),
+) {
     let is_set = |name: &str| config.get(name).and_then(Value::as_bool) == Some(true);
     let method = config.get("quant_method").and_then(Value::as_str).unwrap_or("bitsandbytes");
     if config.is_null() || *config == json!({}) || *config == json!({"load_in_4bit": false}) {
         return;
+    }
+    if method == "bitsandbytes" && is_set("load_in_8bit") && !is_set("load_in_4bit") {
+        return runtime::load_in_8bit(keys, key, runtime);
     }
     let quant_type = config.get("bnb_4bit_quant_type").and_then(Value::as_str).unwrap_or("fp4");
     if method != "bitsandbytes"

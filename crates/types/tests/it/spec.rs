@@ -271,8 +271,8 @@ fn keys_of_other_trainers_are_refused_by_name() {
         ("cliprange", "rloo.epsilon"),
         ("use_vllm", "own kernels"),
         ("vllm_gpu_memory_utilization", "own kernels"),
-        ("load_in_8bit", "quantized"),
-        ("deepspeed", "one worker drives one device"),
+        ("load_in_8bit", "8 bits"),
+        ("deepspeed", "resources.devices"),
         ("per_device_train_batch_size", "prompts_per_step"),
         ("reward_funcs", "use rewards"),
     ] {

@@ -167,23 +167,44 @@ fn four_bit_bases_are_converted_from_each_place_where_trl_names_them() {
     let fp4 = [json!(true), json!("fp4"), json!(false)];
     assert_eq!(training(json!({"model_init_kwargs": {"load_in_4bit": true}})), fp4);
     assert_eq!(training(json!({"load_in_4bit": true, "bnb_4bit_quant_type": "fp4"})), fp4);
-    for refused in [
-        json!({"quantization_config": {"load_in_8bit": true}}),
-        json!({"quantization_config": {"quant_method": "gptq", "bits": 4}}),
-        json!({"load_in_8bit": true}),
-    ] {
+    for refused in [json!({"quantization_config": {"quant_method": "gptq", "bits": 4}}), json!({"use_qlora": true})] {
         let conversion = converted(refused);
         assert!(conversion.unsupported[0].reason.contains("load_in_4bit"), "{:?}", conversion.unsupported);
     }
 }
 
 #[test]
+fn keys_that_only_trl_can_do_select_its_runtime() {
+    for config in [
+        json!({"load_in_8bit": true}),
+        json!({"quantization_config": {"load_in_8bit": true}}),
+        json!({"model_init_kwargs": {"load_in_8bit": true}}),
+        json!({"model_init_kwargs": {"quantization_config": {"load_in_8bit": true}}}),
+    ] {
+        let conversion = converted(config);
+        assert!(conversion.errors.is_empty() && conversion.unsupported.is_empty(), "{conversion:?}");
+        assert_eq!(conversion.spec["runtime"], json!({"name": "trl", "load_in_8bit": true}));
+    }
+    let zero = |stage: u64, device: &str| json!({"deepspeed": {"zero_optimization": {"stage": stage, "offload_param": {"device": device}}}});
+    let conversion = converted(zero(3, "cpu"));
+    assert_eq!(conversion.spec["runtime"], json!({"name": "trl", "zero_stage": 3, "offload": true}));
+    assert_eq!(conversion.warnings.last().unwrap().code, "deepspeed_devices");
+    let ranks = converted(json!({"load_in_8bit": true, "world_size": 2}));
+    assert_eq!(ranks.spec["resources"], json!({"devices": 2}));
+    for (refused, words) in [(zero(1, "cpu"), "stages 2 and 3"), (zero(3, "nvme"), "memory of the CPU")] {
+        let conversion = converted(refused);
+        assert!(conversion.unsupported[0].reason.contains(words), "{:?}", conversion.unsupported);
+    }
+    assert_eq!(converted(json!({})).spec.get("runtime"), None);
+}
+
+#[test]
 fn unsupported_keys_are_explained_by_name() {
     let foreign = json!({
         "use_vllm": true, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "deepspeed": "ds_z3.json", "fsdp": "full_shard",
-        "fsdp_config": {"version": 2}, "sync_ref_model": true, "ref_model_sync_steps": 64, "load_in_8bit": true, "fp16": true,
+        "fsdp_config": {"version": 2}, "sync_ref_model": true, "ref_model_sync_steps": 64, "use_qlora": true, "fp16": true,
         "optim": "adafactor", "lr_scheduler_type": "polynomial", "push_to_hub": true, "neftune_noise_alpha": 5,
-        "generation_kwargs": {"num_beams": 4}, "model_init_kwargs": {"load_in_8bit": true}, "reward_model_path": "org/rm",
+        "generation_kwargs": {"num_beams": 4}, "model_init_kwargs": {"variant": "x"}, "reward_model_path": "org/rm",
         "dataset_name": "trl-lib/tldr", "max_prompt_length": 512, "whiten_rewards": true, "num_generatoins": 4,
         "resume_from_checkpoint": "last", "loss_type": "dapo"
     });
@@ -200,8 +221,8 @@ fn unsupported_keys_are_explained_by_name() {
     }
     let reason = |key: &str| conversion.unsupported.iter().find(|remark| remark.key == key).unwrap().reason.clone();
     assert!(reason("num_generatoins").contains("did you mean 'num_generations'"));
-    assert!(reason("deepspeed").contains("one worker drives one device"));
-    assert!(reason("load_in_8bit").contains("load_in_4bit"));
+    assert!(reason("deepspeed").contains("send its content"));
+    assert!(reason("use_qlora").contains("load_in_4bit"));
     assert!(reason("dataset_name").contains("POST /datasets"));
 }
 

@@ -22,7 +22,7 @@ use super::job_models::JobModels;
 use super::journal::Journal;
 use super::reports::Reports;
 use super::signals::{Progress, StopSignal, drops_work};
-use super::{EXIT_DEVICE, EXIT_GRADING, EXIT_PANIC, TrainFn, Worker};
+use super::{EXIT_DEVICE, EXIT_GRADING, EXIT_PANIC, Worker};
 use crate::device::{Device, process_memory_bytes};
 use crate::engine::error::EngineError;
 use crate::engine::host::{PromptRow, RunEnd, StopReason, TrainInput};
@@ -34,6 +34,7 @@ use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
 use crate::reward::{RewardDeps, Rewards};
 use crate::reward_model::LocalRewardModels;
 use crate::rollout_servers::{self, Fleet, FleetContext};
+use crate::runtime::trl;
 use crate::spec::{DatasetPlan, Plan, PromptKey, eval_secret_name, prompt_key};
 
 /// Minimum interval between two heartbeats to the server.
@@ -130,10 +131,10 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
             let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, attempt.events.flush()).await;
             return Some(EXIT_PANIC);
         }
-        Err(RunEnd::Failed(error @ EngineError::Device(_))) => {
+        Err(RunEnd::Failed(error @ (EngineError::Device(_) | EngineError::Ranks(_)))) => {
             let why = error.to_string();
             // Written to standard error, because the server keeps the last lines of it for its report about this process.
-            tracing::error!(job = %claim_ref.job, attempt = claim_ref.attempt, why, "the GPU failed; the worker exits");
+            tracing::error!(job = %claim_ref.job, attempt = claim_ref.attempt, why, "the training failed; the worker exits");
             attempt.events.log(format!("{why}; the worker restarts, and the job resumes from its last checkpoint"));
             let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, attempt.events.flush()).await;
             return Some(EXIT_DEVICE);
@@ -266,6 +267,7 @@ impl Attempt {
             eval_rewards,
             servers,
             server_notices,
+            finishes_steps: !claim.plan.runtime.is_own(),
             begun: Default::default(),
             reward_metrics: Default::default(),
         };
@@ -275,7 +277,18 @@ impl Attempt {
             scratch_dir: scratch.path().join("checkpoints"),
             device: worker.device.clone(),
         };
-        let ended = run.on_thread(worker.train, host).await;
+        let ended = match run.claim.plan.runtime.is_own() {
+            true => {
+                let train = worker.train;
+                run.on_thread(move |input, host: &mut JobHost| train(input, host), host).await
+            }
+            false => {
+                let environment = worker.trl.clone().ok_or_else(|| failure::no_runtime(position()))?;
+                let threads = worker.threads;
+                run.on_thread(move |input, host: &mut JobHost| trl::train(input, &environment, threads, host), host)
+                    .await
+            }
+        };
         if let Err(RunEnd::Panicked) = ended {
             return ended;
         }
@@ -470,7 +483,11 @@ struct EngineRun {
 impl EngineRun {
     /// Runs the engine. Returns [`RunEnd::Panicked`] when the thread panicked (its message is on standard error)
     /// or could not be started.
-    async fn on_thread(self, train: TrainFn, mut host: JobHost) -> Result<(), RunEnd> {
+    async fn on_thread(
+        self,
+        train: impl FnOnce(TrainInput<'_>, &mut JobHost) -> Result<(), RunEnd> + Send + 'static,
+        mut host: JobHost,
+    ) -> Result<(), RunEnd> {
         let (sender, receiver) = oneshot::channel();
         let started =
             std::thread::Builder::new().name("engine".to_owned()).stack_size(ENGINE_STACK_BYTES).spawn(move || {

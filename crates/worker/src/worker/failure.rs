@@ -19,6 +19,17 @@ fn failure(class: FailureClass, code: &str, message: String, position: Position,
     }
 }
 
+/// Failure for a job of the runtime `trl` on a worker without its environment.
+pub(super) fn no_runtime(position: Position) -> Failure {
+    failure(
+        FailureClass::Infra,
+        "runtime_unavailable",
+        "this worker has no environment for the runtime trl".to_owned(),
+        position,
+        Some("run `rlood runtime install trl` on the worker's machine and restart the worker, then retry the job"),
+    )
+}
+
 /// The HTTP client for rewards could not be created.
 pub(super) fn no_reward_client(detail: &str, position: Position) -> Failure {
     failure(
@@ -86,6 +97,9 @@ pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
                 "lower training.micro_batch_tokens, sampling.max_completion_length or rloo.num_generations, or use training.gradient_checkpointing",
             ),
         ),
+        EngineError::Ranks(_) => {
+            ("runtime_lost", Some("see the job's events and the log of the worker's machine, then retry the job"))
+        }
         EngineError::Device(_) => {
             ("device_failed", Some("see the logs of the worker and of its machine, then retry the job"))
         }

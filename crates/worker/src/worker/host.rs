@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
@@ -25,7 +25,10 @@ use crate::protocol::Publish;
 use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
 use crate::rollout::{RolloutId, SampledGroup};
 use crate::rollout_servers::Fleet;
+use crate::runtime::trl::TrlHost;
 
+/// Time that a user's pause waits for rewards, if the run cannot be saved before the end of the step.
+const SCORING_GRACE: Duration = Duration::from_secs(5);
 /// Maximum number of times that a checkpoint is uploaded if the server rejects it.
 const MAX_PUBLISH_ATTEMPTS: u32 = 5;
 
@@ -48,6 +51,8 @@ pub(super) struct JobHost {
     pub(super) checkpoint_schedule: CheckpointSchedule,
     /// Rewards of the evaluation, if the job has separate ones.
     pub(super) eval_rewards: Option<Arc<Rewards>>,
+    /// Whether a pause waits a little for rewards that are being computed, because the run cannot be saved inside a step.
+    pub(super) finishes_steps: bool,
     /// Tasks that compute rewards of a rollout while the engine does other work; cancelled when the host is dropped.
     pub(super) begun: HashMap<RolloutId, AbortOnDropHandle<Result<Scored, RewardFailure>>>,
     /// The servers that sample the job's completions; `None` = the engine samples.
@@ -158,7 +163,7 @@ impl Host for JobHost {
             loop {
                 tokio::select! {
                     biased;
-                    stop = self.stop.wait_for(|_| true) => break Err(stop),
+                    stop = stop_of_scoring(&self.stop, self.finishes_steps) => break Err(stop),
                     scored = &mut scoring => break Ok(scored),
                     Some(notice) = self.notices.recv() => {
                         log_warning(&self.events, &notice);
@@ -263,14 +268,14 @@ impl Host for JobHost {
     }
 
     fn recorded(&mut self, id: RolloutId) -> Result<Option<Vec<SampledGroup>>, RunEnd> {
-        Ok(self.journal.rollout(id))
+        Ok(self.journal.rollout(id).map(|(groups, _)| groups))
     }
 
     fn sampled(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<(), RunEnd> {
         if self.journal.failure().is_some() {
             return Err(self.unrecorded());
         }
-        self.journal.sampled(id, groups);
+        self.journal.sampled(id, groups, &[]);
         Ok(())
     }
 
@@ -309,6 +314,20 @@ impl Host for JobHost {
 
     fn wants_checkpoint(&self) -> bool {
         self.checkpoint_schedule.is_due(clock::now(), self.journal.is_large())
+    }
+}
+
+impl TrlHost for JobHost {
+    fn recorded_by_ranks(&mut self, id: RolloutId) -> Option<(Vec<SampledGroup>, Vec<Value>)> {
+        self.journal.rollout(id)
+    }
+
+    fn sampled_by_ranks(&mut self, id: RolloutId, groups: &[SampledGroup], samplers: &[Value]) -> Result<(), RunEnd> {
+        if self.journal.failure().is_some() {
+            return Err(self.unrecorded());
+        }
+        self.journal.sampled(id, groups, samplers);
+        Ok(())
     }
 }
 
@@ -362,6 +381,16 @@ fn log_warning(events: &Events, event: &Event) {
         Event::Reward { change, message, .. } => events.log(format!("{}: {message}", change.event())),
         _ => {}
     }
+}
+
+/// Waits for a stop that ends the scoring of a rollout.
+async fn stop_of_scoring(signal: &StopSignal, finishes_steps: bool) -> StopReason {
+    let stop = signal.wait_for(|_| true).await;
+    if finishes_steps && stop == (StopReason::Pause { reason: None }) {
+        let stronger = signal.wait_for(|stop| !matches!(stop, StopReason::Pause { .. }));
+        return tokio::time::timeout(SCORING_GRACE, stronger).await.unwrap_or(stop);
+    }
+    stop
 }
 
 fn phase_index(phase: SamplePhase) -> usize {

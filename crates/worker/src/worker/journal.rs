@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use futures::future::{BoxFuture, FutureExt};
+use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 
 use super::callbacks::CallbackInbox;
@@ -24,6 +25,9 @@ use crate::rollout::{RolloutId, SampledGroup};
 const MAX_BYTES: usize = 4 << 20;
 /// Size of the journal in bytes above which an additional checkpoint is written, which makes the older entries obsolete.
 const CHECKPOINT_BYTES: u64 = 64 << 20;
+
+/// Approximate size of a sampler's state in bytes: 5,056 of torch's generator on the CPU, in base64.
+const SAMPLER_BYTES: usize = 7000;
 
 /// A journal entry, and the sender to notify when the server has stored it. Without an entry (`None`), the notification is
 /// about the entries before.
@@ -45,7 +49,7 @@ pub(super) struct Journal {
 /// Entries that previous attempts wrote after the checkpoint that this attempt resumes from.
 #[derive(Default)]
 struct PreviousEntries {
-    rollouts: HashMap<RolloutId, Vec<SampledGroup>>,
+    rollouts: HashMap<RolloutId, (Vec<SampledGroup>, Vec<Value>)>,
     requests: HashMap<String, (RolloutId, JournaledRequest)>,
 }
 
@@ -75,8 +79,8 @@ impl Journal {
             for entry in page.entries {
                 self.retained.fetch_add(retained_bytes(&entry), Ordering::Relaxed);
                 match entry {
-                    JournalEntry::Rollout { rollout, groups } => {
-                        known.rollouts.insert(rollout, groups);
+                    JournalEntry::Rollout { rollout, groups, samplers } => {
+                        known.rollouts.insert(rollout, (groups, samplers));
                     }
                     JournalEntry::Request { rollout, key, id, body, later, .. } => {
                         known.requests.insert(key, (rollout, JournaledRequest::Sent { id, body, later }));
@@ -94,15 +98,17 @@ impl Journal {
         Ok((known.rollouts.len(), answers))
     }
 
-    /// Takes the completions of a rollout that a previous attempt sampled out of the journal, so that they are not sampled again.
-    pub(super) fn rollout(&self, id: RolloutId) -> Option<Vec<SampledGroup>> {
+    /// Takes the completions of a rollout that a previous attempt sampled out of the journal, so that they are not sampled again,
+    /// and the states of the samplers after it.
+    pub(super) fn rollout(&self, id: RolloutId) -> Option<(Vec<SampledGroup>, Vec<Value>)> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner).rollouts.remove(&id)
     }
 
     /// Records the sampled completions of a rollout without waiting. The reward requests for them are recorded later
     /// in the same queue.
-    pub(super) fn sampled(&self, rollout: RolloutId, groups: &[SampledGroup]) {
-        drop(self.push(Some(JournalEntry::Rollout { rollout, groups: groups.to_vec() })));
+    pub(super) fn sampled(&self, rollout: RolloutId, groups: &[SampledGroup], samplers: &[Value]) {
+        let (groups, samplers) = (groups.to_vec(), samplers.to_vec());
+        drop(self.push(Some(JournalEntry::Rollout { rollout, groups, samplers })));
     }
 
     /// Removes the entries of steps before a checkpoint, which a resumed attempt does not need. The server has done the same.
@@ -218,8 +224,10 @@ fn sent_bytes(entry: &JournalEntry) -> usize {
 /// the request is answered.
 fn retained_bytes(entry: &JournalEntry) -> u64 {
     let bytes = match entry {
-        JournalEntry::Rollout { groups, .. } => {
-            groups.iter().flat_map(|group| &group.completions).map(|completion| completion.segments.json_bytes()).sum()
+        JournalEntry::Rollout { groups, samplers, .. } => {
+            let completions = groups.iter().flat_map(|group| &group.completions);
+            let completions: usize = completions.map(|completion| completion.segments.json_bytes()).sum();
+            completions + samplers.len() * SAMPLER_BYTES
         }
         JournalEntry::Request { .. } => 256,
         JournalEntry::Answer { answer: RewardAnswer::Body { body } | RewardAnswer::Expired { body }, .. } => body.len(),

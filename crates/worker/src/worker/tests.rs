@@ -253,6 +253,7 @@ async fn attempt_with_cache(
         leave_within: Duration::from_secs(1),
         heartbeat_ms: 20.into(),
         train,
+        trl: None,
         reward_pace: crate::reward::client::Pace::default(),
         reward_client: std::sync::Mutex::default(),
     };

@@ -220,8 +220,8 @@ pub(super) const IGNORED: &[Entry] = &[
     },
 ];
 
-pub(super) const NO_QUANTIZATION: &str = "of the quantized base models only bitsandbytes' 4 bits (nf4, fp4) are supported: use load_in_4bit, or register the unquantized model";
-const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute: remove this key; several jobs run side by side, one per device";
+pub(super) const NO_QUANTIZATION: &str = "of the quantized base models only bitsandbytes' 4 bits (nf4, fp4) and 8 bits are supported: use load_in_4bit or load_in_8bit, or register the unquantized model";
+const ONE_DEVICE: &str = "rlood's own engine trains on one device: remove this key; for several devices use runtime \"trl\" with resources.devices, and runtime.zero_stage to divide the weights";
 
 /// Keys that request something unsupported.
 pub(super) const REFUSED: &[Refused] = &[
@@ -230,9 +230,9 @@ pub(super) const REFUSED: &[Refused] = &[
         off: &[],
         reason: "the worker samples with its own kernels, the same as in training (so the first ratio is exactly 1): remove use_vllm and every vllm_* key",
     },
-    Refused { keys: &["load_in_8bit", "use_qlora"], off: &[], reason: NO_QUANTIZATION },
+    Refused { keys: &["use_qlora"], off: &[], reason: NO_QUANTIZATION },
     Refused {
-        keys: &["deepspeed", "fsdp", "fsdp_config", "parallelism_config"],
+        keys: &["fsdp", "fsdp_config", "parallelism_config"],
         off: &["{\"min_num_params\":0,\"xla\":false,\"xla_fsdp_v2\":false,\"xla_fsdp_grad_ckpt\":false}"],
         reason: ONE_DEVICE,
     },
@@ -337,4 +337,6 @@ pub(super) const READ: &[&str] = &[
     "torch_dtype",
     "world_size",
     "num_processes",
+    "load_in_8bit",
+    "deepspeed",
 ];

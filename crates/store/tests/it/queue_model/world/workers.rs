@@ -22,8 +22,17 @@ impl World {
     pub(super) async fn register(&mut self, child: bool) -> Result<usize, String> {
         let id = WorkerId::new();
         let (device, version) = ("cpu".into(), "0".into());
-        let register =
-            Register { worker: id, device, pid: 1, threads: 1, version, child, protocol: PROTOCOL, kernels: None };
+        let register = Register {
+            worker: id,
+            device,
+            pid: 1,
+            threads: 1,
+            version,
+            child,
+            protocol: PROTOCOL,
+            kernels: None,
+            runtimes: Vec::new(),
+        };
         let registered = self.store().worker_register(&register, self.server.wall).await;
         registered.map_err(|error| format!("register: {error}"))?;
         self.record(format!("{id} registers{}", if child { " as a child" } else { "" }));
@@ -312,14 +321,18 @@ impl World {
         // The groups are the same for any worker: a row or two.
         let groups = |count: u64| (0..count).map(|row| SampledGroup { row, completions: Vec::new() }).collect();
         let (answered, rows) = (self.random.one_in(2), 1 + step % 2);
-        let mut entries = vec![JournalEntry::Rollout { rollout, groups: groups(1) }, request];
+        let mut entries = vec![JournalEntry::Rollout { rollout, groups: groups(1), samplers: Vec::new() }, request];
         if answered {
             entries.push(JournalEntry::Answer { rollout, key, id: id.clone(), answer: RewardAnswer::Body { body } });
         }
         // The evaluation that follows the previous step.
         let evaluated = (self.random.one_in(3) && held_step > 0).then_some(held_step);
         if let Some(step) = evaluated {
-            entries.push(JournalEntry::Rollout { rollout: RolloutId::eval(step), groups: groups(rows) });
+            entries.push(JournalEntry::Rollout {
+                rollout: RolloutId::eval(step),
+                groups: groups(rows),
+                samplers: Vec::new(),
+            });
         }
         let written = move |job: &mut Job, id: String| {
             job.requests.entry(step).or_insert(id);

@@ -1,0 +1,102 @@
+//! Prepares a run: reads the prompts, writes the runner's files, starts the ranks.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::checkpoint;
+use super::config::{Setup, dataset_lines, deepspeed_config, runner_config};
+use super::drive::{Driver, Training, TrlHost};
+use super::environment::Environment;
+use super::failure::not_started;
+use super::ranks::{Launch, Ranks};
+use crate::engine::error::EngineError;
+use crate::engine::host::{RunEnd, TrainInput};
+use crate::engine::prompts;
+use crate::engine::text::Text;
+use crate::event::{Event, Phase};
+
+/// Runs a plan until its last step, which is saved; until the host requests a stop; or until the run fails.
+///
+/// A pause takes effect at the end of a generation block. All other stops kill the ranks at once.
+///
+/// # Errors
+/// Says why the run ended before its last step.
+pub fn train(
+    input: TrainInput<'_>,
+    environment: &Environment,
+    threads: u32,
+    host: &mut dyn TrlHost,
+) -> Result<(), RunEnd> {
+    let plan = input.plan;
+    host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
+    let count = plan.resources.devices as usize;
+    let text = Text::load(input.model_dir).map_err(EngineError::from)?;
+    let dir = input.scratch_dir.join("trl");
+    let output_dir = dir.join("out");
+    create_dir(&output_dir)?;
+    let dataset = dir.join("dataset.ndjson");
+    write(&dataset, dataset_lines(&input.rows).as_bytes())?;
+    let context = context_tokens(input.model_dir);
+    let prompts = prompts::tokenize(&text, input.rows, &plan.sampling, context)?;
+    let steps_done = input.resume.as_deref().map_or(Ok(0), |resume| checkpoint::restore(resume, plan, count))?;
+    let deepspeed = match deepspeed_config(plan) {
+        Some(config) => {
+            let path = dir.join("deepspeed.json");
+            write(&path, config.to_string().as_bytes())?;
+            Some(path)
+        }
+        None => None,
+    };
+    let threads = (threads / plan.resources.devices.max(1)).max(1);
+    let config = runner_config(
+        plan,
+        &Setup {
+            model_dir: input.model_dir,
+            dataset: &dataset,
+            output_dir: &output_dir,
+            resume: input.resume.as_deref(),
+            deepspeed: deepspeed.as_deref(),
+            ranks: count,
+            on_gpus: !environment.gpus.is_empty(),
+            threads,
+            longest_prompt: prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0),
+        },
+    );
+    if let Some(stop) = host.stop() {
+        return Err(RunEnd::Stopped(stop));
+    }
+    let launch = Launch { environment, dir: &dir, config: &config, ranks: count, threads };
+    let ranks = Ranks::start(&launch).map_err(|source| not_started(environment, &source))?;
+    Driver::new(
+        host,
+        Training {
+            plan,
+            environment,
+            text: &text,
+            prompts: &prompts,
+            output_dir,
+            model_name: input.model_name,
+            steps_done,
+        },
+        ranks,
+    )
+    .run()
+}
+
+/// Returns the number of tokens that the model reads, from its config.json; no limit if that does not say it.
+fn context_tokens(model_dir: &Path) -> usize {
+    let config = std::fs::read(model_dir.join("config.json")).ok();
+    let config: Value = config.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
+    let of = |config: &Value| config["max_position_embeddings"].as_u64();
+    let tokens = of(&config).or_else(|| of(&config["text_config"]));
+    tokens.map_or(usize::MAX, |tokens| usize::try_from(tokens).unwrap_or(usize::MAX))
+}
+
+fn create_dir(path: &Path) -> Result<(), EngineError> {
+    std::fs::create_dir_all(path).map_err(|source| EngineError::Io { path: path.to_owned(), source })
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), EngineError> {
+    std::fs::write(path, bytes).map_err(|source| EngineError::Io { path: path.to_owned(), source })
+}

@@ -1,0 +1,384 @@
+"""Jobs of the runtime `trl` with the real TRL: one rank and two, killed in the middle of a step, cancelled, paused, quantized, ZeRO-3.
+
+usage: tests/trl/check.py BINARY PYTHON [NAME…]
+
+PYTHON is the interpreter of an environment that `rlood runtime install trl` made. Each check prints its figures. Uses the standard
+library only.
+"""
+
+import contextlib
+import hashlib
+import http.server
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROWS = [json.loads(line) for line in (ROOT / "assets/tiny-data/train.jsonl").read_text().splitlines()[:32]]
+STEPS = 6
+
+
+class Reward:
+    """A reward service that can hold the requests of a step, so that a test can act in the middle of it."""
+
+    def __init__(self):
+        reward = self
+        self.hold_step, self.held, self.go, self.seen = None, threading.Event(), threading.Event(), []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                if request["type"] == "reward.score.request":
+                    step = request["job"]["step"]
+                    reward.seen.append(step)
+                    if step == reward.hold_step:
+                        reward.held.set()
+                        reward.go.wait()
+                results = [
+                    {"sample_id": sample["sample_id"], "reward": sum(map(ord, sample["completion"])) % 7 / 6}
+                    for sample in request.get("samples", [])
+                ]
+                body = json.dumps({"version": "1", "id": request.get("id"), "results": results}).encode()
+                with contextlib.suppress(OSError):
+                    self.send_response(200)
+                    self.send_header("content-type", "application/json")
+                    self.send_header("content-length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def hold(self, step):
+        self.hold_step = step
+        self.held.clear()
+        self.go.clear()
+
+    def release(self):
+        self.hold_step = None
+        self.go.set()
+
+
+class Server:
+    """A server with one worker on the CPU."""
+
+    def __init__(self, binary, python, folder):
+        self.log = open(folder / "server.log", "wb")
+        environment = {**os.environ, "RLOOD_TRL_PYTHON": str(python)}
+        command = [binary, "serve", "--listen", "127.0.0.1:0", "--data-dir", str(folder / "data"), "--devices", "cpu"]
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        self.url = re.search(r"http://[0-9.:]+", self.process.stdout.readline()).group()
+        until(lambda: self.get("/workers")["data"], 60)
+        self.post("/models", {"id": "tiny", "source": str(ROOT / "assets/tiny")})
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(60)
+        self.log.close()
+
+    def call(self, method, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, method=method)
+        request.add_header("content-type", "application/json")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, json.loads(response.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def get(self, path):
+        status, body = self.call("GET", path)
+        assert status == 200, (path, status, body)
+        return body
+
+    def post(self, path, body=None):
+        status, answer = self.call("POST", path, {} if body is None else body)
+        assert status < 300, (path, status, answer)
+        return answer
+
+    def job(self, id):
+        return self.get(f"/jobs/{id}")
+
+    def wait(self, id, *states, limit=300):
+        def ended():
+            job = self.job(id)
+            if job["state"] in ("failed", "cancelled") and job["state"] not in states:
+                raise AssertionError(f"{job['state']}: {json.dumps(job['failure'])} {self.warnings(id)}")
+            return job if job["state"] in states else None
+
+        return until(ended, limit)
+
+    def warnings(self, id):
+        with urllib.request.urlopen(f"{self.url}/jobs/{id}/log", timeout=60) as response:
+            return response.read().decode()[-3000:]
+
+    def files(self, id):
+        """The files of the job's newest checkpoint, by name."""
+        newest = max(self.get(f"/jobs/{id}/checkpoints")["data"], key=lambda checkpoint: checkpoint["step"])
+        return newest["step"], newest["id"], {file["name"]: file["sha256"] for file in newest["files"]}
+
+    def worker_pid(self):
+        return self.get("/workers")["data"][0]["pid"]
+
+
+def until(found, limit):
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if result := found():
+            return result
+        time.sleep(0.05)
+    raise AssertionError(f"nothing within {limit} s: {found}")
+
+
+def ranks_of(pid):
+    """The Python processes that a worker has started."""
+    found = []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                if parent == pid and b"runner.py" in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def is_gone(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def job_of(reward, devices=1, **changes):
+    job = {
+        "model": "tiny",
+        "dataset": {"records": ROWS},
+        "rewards": [{"type": "webhook", "name": "length", "url": reward.url}],
+        "runtime": {"name": "trl"},
+        "resources": {"devices": devices},
+        "rloo": {"num_generations": 4, "beta": 0.05},
+        "sampling": {"max_completion_length": 8},
+        "lora": {"r": 4, "alpha": 8, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"prompts_per_step": 2, "max_steps": STEPS, "seed": 7},
+        "checkpoints": {"every_steps": 2},
+    }
+    for key, value in changes.items():
+        job[key] = {**job.get(key, {}), **value} if isinstance(value, dict) and key != "runtime" else value
+    return job
+
+
+def adapter(files):
+    return files["adapter_model.safetensors"]
+
+
+def train(server, job):
+    id = server.post("/jobs", job)["id"]
+    server.wait(id, "succeeded")
+    return id
+
+
+def check_job(server, reward, devices):
+    """A calm run, and one whose worker is killed while the rewards of step 5 are computed."""
+    started = time.monotonic()
+    calm = train(server, job_of(reward, devices))
+    seconds = time.monotonic() - started
+    job = server.job(calm)
+    assert job["runtime"]["name"] == "trl" and job["runtime"]["versions"]["trl"].startswith("1.16."), job["runtime"]
+    assert job["runtime"]["guarantees"] == {"resume": "exact_cpu", "stop": "step"}, job["runtime"]
+    step, checkpoint, files = server.files(calm)
+    assert step == STEPS and "training_args.bin" not in files and "README.md" not in files, files
+    metrics = server.get(f"/jobs/{calm}/metrics?keys=loss,reward,kl,grad_norm,rewards/length/mean")
+    samples = server.get(f"/jobs/{calm}/samples?limit=100")["data"]
+    assert len(samples) == STEPS * 8 and all(sample["advantage"] is not None for sample in samples), len(samples)
+    print(f"figure: {devices} ranks: {STEPS} steps in {seconds:.0f} s, {len(json.dumps(metrics))} bytes of metrics")
+
+    reward.hold(5)
+    id = server.post("/jobs", job_of(reward, devices))["id"]
+    assert reward.held.wait(120)
+    pid = server.worker_pid()
+    ranks = ranks_of(pid)
+    assert len(ranks) == devices, ranks
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    until(lambda: all(is_gone(rank) for rank in ranks), 10)
+    print(f"figure: {devices} ranks: gone {time.monotonic() - killed:.2f} s after their worker was killed")
+    asked = [step for step in reward.seen]
+    reward.release()
+    server.wait(id, "succeeded")
+    again = reward.seen[len(asked):]
+    assert adapter(server.files(id)[2]) == adapter(files), "the killed run has other bytes"
+    assert server.job(id)["attempt"] == 2
+    print(f"figure: {devices} ranks: killed at step 5, same bytes as the calm run; steps asked again: {sorted(set(again))}")
+    return checkpoint, files
+
+
+def check_one(server, reward, python, folder, *_):
+    checkpoint, _ = check_job(server, reward, 1)
+    for name in ["adapter_config.json", "adapter_model.safetensors"]:
+        (folder / "adapter").mkdir(exist_ok=True)
+        with urllib.request.urlopen(f"{server.url}/checkpoints/{checkpoint}/files/{name}") as response:
+            (folder / "adapter" / name).write_bytes(response.read())
+    config = json.loads((folder / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "tiny", config
+    test = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+ids = torch.tensor([[5, 6, 7, 8]])
+before = base(ids).logits
+after = PeftModel.from_pretrained(base, sys.argv[2])(ids).logits
+difference = (before - after).abs().max().item()
+assert difference > 0
+print(f"figure: PEFT loads the adapter; it changes logits by up to {difference:.2g}")
+"""
+    subprocess.run([python, "-c", test, str(ROOT / "assets/tiny"), str(folder / "adapter")], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+def check_two(server, reward, *_):
+    check_job(server, reward, 2)
+
+
+def check_cancel(server, reward, *_):
+    for hold in [2, None]:
+        reward.hold(hold)
+        job = job_of(reward, training={"prompts_per_step": 2, "max_steps": 100_000, "seed": 7})
+        id = server.post("/jobs", job)["id"]
+        if hold:
+            assert reward.held.wait(120)
+        else:
+            until(lambda: server.job(id)["step"] >= 3, 120)
+        ranks = ranks_of(server.worker_pid())
+        # The request reaches the worker with its next heartbeat, of which there is one every 5 s.
+        asked = time.monotonic()
+        server.post(f"/jobs/{id}/cancel")
+        until(lambda: all(is_gone(rank) for rank in ranks), 10)
+        seconds = time.monotonic() - asked
+        server.wait(id, "cancelled")
+        reward.release()
+        where = "while rewards are computed" if hold else "in a rollout"
+        print(f"figure: cancelled {where}: ranks gone after {seconds:.2f} s, of these up to 5 s until the next heartbeat")
+
+
+def check_pause(server, reward, *_):
+    calm = train(server, job_of(reward, training={"prompts_per_step": 2, "max_steps": 40, "seed": 7}))
+    id = server.post("/jobs", job_of(reward, training={"prompts_per_step": 2, "max_steps": 40, "seed": 7}))["id"]
+    until(lambda: server.job(id)["step"] >= 3, 120)
+    server.post(f"/jobs/{id}/pause")
+    paused = server.wait(id, "paused", "succeeded")
+    if paused["state"] == "paused":
+        step = server.files(id)[0]
+        assert step == paused["step"], (step, paused["step"])
+        server.post(f"/jobs/{id}/resume")
+        server.wait(id, "succeeded")
+        print(f"figure: paused at the end of step {step}, with its checkpoint")
+    assert adapter(server.files(id)[2]) == adapter(server.files(calm)[2]), "the paused run has other bytes"
+    assert paused["state"] == "paused", "the job ended before the pause"
+
+
+def check_eight_bit(server, reward, *_):
+    id = train(server, job_of(reward, runtime={"name": "trl", "load_in_8bit": True}))
+    print(f"figure: a base in 8 bits: {server.job(id)['step']} steps")
+
+
+def check_four_bit(server, reward, *_):
+    id = train(server, job_of(reward, training={"prompts_per_step": 2, "max_steps": STEPS, "seed": 7, "load_in_4bit": True}))
+    print(f"figure: a base in 4 bits: {server.job(id)['step']} steps")
+
+
+def check_full(server, reward, *_):
+    job = job_of(reward, optimizer={"learning_rate": 1e-5})
+    job["lora"] = None
+    id = train(server, job)
+    files = server.files(id)[2]
+    assert "model.safetensors" in files, files
+    print(f"figure: all weights: {server.job(id)['step']} steps")
+
+
+def check_zero3(server, reward, *_):
+    """Two ranks on the CPU with the shims for tests; killed, and resumed from DeepSpeed's own files."""
+    runtime = {"name": "trl", "zero_stage": 3}
+    calm = train(server, job_of(reward, 2, runtime=runtime))
+    files = server.files(calm)[2]
+    assert any(name.startswith("global_step") and "--" in name for name in files), files
+    reward.hold(5)
+    id = server.post("/jobs", job_of(reward, 2, runtime=runtime))["id"]
+    assert reward.held.wait(240)
+    os.kill(server.worker_pid(), signal.SIGKILL)
+    reward.release()
+    server.wait(id, "succeeded")
+    assert adapter(server.files(id)[2]) == adapter(files), "the killed run has other bytes"
+    print(f"figure: ZeRO-3 on 2 ranks: {len(files)} files in a checkpoint; killed at step 5, same bytes as the calm run")
+
+
+def check_refusals(server, reward, python, folder, binary):
+    def errors(server, job):
+        status, answer = server.call("POST", "/jobs", job)
+        assert status == 422, (status, answer)
+        return {(error["pointer"], error["code"]) for error in answer["errors"]}
+
+    own = job_of(reward, 2)
+    own["runtime"] = "own"
+    assert errors(server, own) == {("/resources/devices", "needs_runtime")}, errors(server, own)
+    beyond = job_of(reward, sampling={"stop": ["x"]}, rloo={"loss": "gspo"})
+    assert errors(server, beyond) == {("/sampling/stop", "unsupported_by_runtime"), ("/rloo/loss", "unsupported_by_runtime")}
+    assert errors(server, job_of(reward, 3)) == {("/resources/devices", "out_of_range")}
+    old = folder / "old"
+    old.write_text("#!/bin/sh\necho '{\"trl\": \"1.17.0\"}'\n")
+    old.chmod(0o755)
+    for name, python, code in [("version", old, "runtime_version"), ("missing", folder / "none", "runtime_unavailable")]:
+        (folder / name).mkdir()
+        other = Server(binary, python, folder / name)
+        try:
+            assert errors(other, job_of(reward)) == {("/runtime", code)}
+        finally:
+            other.stop()
+    print("figure: refused by name: own runtime, settings without counterpart, uneven ranks, another version, no environment")
+
+
+CHECKS = {
+    "refusals": check_refusals,
+    "one": check_one,
+    "two": check_two,
+    "cancel": check_cancel,
+    "pause": check_pause,
+    "full": check_full,
+    "4bit": check_four_bit,
+    "8bit": check_eight_bit,
+    "zero3": check_zero3,
+}
+
+
+def main():
+    binary, python, *names = sys.argv[1:]
+    binary, python = os.path.abspath(binary), os.path.abspath(python)
+    for name in names or CHECKS:
+        with tempfile.TemporaryDirectory(prefix="rlood-trl-check-") as folder:
+            folder = pathlib.Path(folder)
+            server = Server(binary, python, folder)
+            try:
+                until(lambda: server.get("/workers")["data"][0]["runtimes"], 60)
+                CHECKS[name](server, Reward(), python, folder, binary)
+            except BaseException:
+                print((folder / "server.log").read_text()[-6000:], file=sys.stderr)
+                raise
+            finally:
+                server.stop()
+        print(f"{name}: ok", flush=True)
+
+
+main()
