@@ -154,6 +154,7 @@ impl Fleet {
         let grace = settings.pace.of(DELETE_AFTER);
         let left = publish::left_over(&settings.folder, settings.job);
         let retired = left.into_iter().map(|dir| (Instant::now() + grace, dir)).collect();
+        let is_colocated = settings.colocated.is_some();
         let servers = servers.into_iter().map(|(plan, client)| Server {
             client,
             plan,
@@ -163,7 +164,7 @@ impl Fleet {
             busy_until: None,
             invalid_in_a_row: 0,
             // A server that the worker starts is out until it has loaded its model.
-            is_announced_out: settings.colocated.is_some(),
+            is_announced_out: is_colocated,
         });
         Self {
             settings,
