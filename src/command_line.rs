@@ -11,7 +11,7 @@ use clap::{CommandFactory, Parser};
 use futures::future::LocalBoxFuture;
 use rlood_worker::{certify, preflight, serving};
 
-use crate::commands::{backup, bench, convert, gc, keys, reward_check, reward_serve, runtime};
+use crate::commands::{adapter_sidecar, backup, bench, convert, gc, keys, reward_check, reward_serve, runtime};
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
 use crate::error_text::with_causes;
 use crate::{config, demo, engine, exporter, http, judge, reward_server, serve, worker};
@@ -55,6 +55,7 @@ pub fn run() -> ExitCode {
             on_runtime(format, None, async move { Ok::<_, std::convert::Infallible>(rlood_cli::run(command).await) })
         }
         Role::Demo(args) => on_runtime(format, None, demo::run(args)),
+        Role::AdapterSidecar(args) => on_runtime(format, None, adapter_sidecar::run(args)),
         Role::Worker(args) => computing(format, args.threads, || on_runtime(format, Some(2), worker::run(args))),
         Role::Preflight(args) => computing(format, args.threads, || on_runtime(format, Some(2), preflight::run(args))),
         Role::ExportCheckpoint(args) => computing(format, args.threads, || {

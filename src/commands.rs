@@ -1,5 +1,6 @@
 //! The subcommands other than servers and workers, one module each.
 
+pub mod adapter_sidecar;
 pub mod backup;
 pub mod bench;
 pub mod convert;

@@ -26,6 +26,7 @@ mod reward;
 mod runtime;
 mod serve;
 mod serving;
+pub mod sidecar;
 
 pub use bench::{BenchArgs, BenchPart, FourBit};
 pub use device::{Isa, Precision};
@@ -100,6 +101,9 @@ pub enum Command {
     Demo(DemoArgs),
     /// Run one worker for a server on this or another machine.
     Worker(WorkerArgs),
+    /// Run beside a vLLM server that shares no folder with the workers: download the adapters of jobs with rollout servers, and pass on
+    /// only the routes that such jobs need.
+    AdapterSidecar(sidecar::SidecarArgs),
     /// Convert the configuration of another trainer to a job: prints the job to standard output and remarks to standard error. Exit
     /// code 1 when a setting is refused or not supported.
     Convert(ConvertArgs),

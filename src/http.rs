@@ -54,6 +54,7 @@ mod reward_health;
 mod reward_models;
 mod reward_test_journal;
 pub mod rewards;
+pub mod rollout_adapters;
 mod rows;
 pub mod samples;
 pub mod schemas;
@@ -214,6 +215,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(demo::routes())
         .merge(events::routes())
         .merge(artifacts::routes())
+        .merge(rollout_adapters::routes())
         .merge(datasets::routes())
         .merge(adapters::routes())
         .merge(models::routes())

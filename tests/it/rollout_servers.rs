@@ -1,8 +1,10 @@
 //! Jobs whose completions come from rollout servers: real processes, and servers that speak vLLM's API and compute with the engine.
 
 use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -22,7 +24,7 @@ use rlood_engine::sampling::Sampler;
 use rlood_engine::text::Text;
 use serde_json::{Value, json};
 
-use crate::processes::{Server, model_copy, register, signal};
+use crate::processes::{Server, binary, model_copy, register, signal};
 
 const STEPS: u64 = 6;
 
@@ -291,4 +293,47 @@ async fn a_mismatch_fails_an_uncorrected_job_and_a_fork_keeps_the_keys_of_its_se
     let failed = server.job_in_state(&job, "failed").await;
     assert_eq!(failed["failure"]["code"], "rollout_servers_unfit", "{failed}");
     assert!(failed["failure"]["message"].as_str().unwrap().contains("rollout.servers[].api_key"), "{failed}");
+}
+
+#[tokio::test]
+async fn a_sidecar_downloads_the_adapters_and_passes_on_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let (server, model) = start(dir.path()).await;
+    let vllm = Vllm::start(&model, Some("the-key"), 0.0).await;
+    let folder = dir.path().join("beside-vllm");
+    let flags = ["adapter-sidecar", "--listen", "127.0.0.1:0", "--server", &server.url, "--vllm", &vllm.0.url, "--dir"];
+    let mut command = Command::new(binary());
+    let mut sidecar = command.args(flags).arg(&folder).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(sidecar.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let url = line.strip_prefix("listening on ").unwrap().trim().to_owned();
+
+    let mut document = spec(&[&vllm]);
+    document["rollout"]["servers"][0]["url"] = json!(url);
+    // vLLM would not find the worker's folder; the sidecar does not need it.
+    document["rollout"]["servers"][0]["path_map"] = json!({"from": "/", "to": "/not/there"});
+    let job = server.submit(&document).await;
+    let running = server.job_when(&job, "step 2", |view| view["step"].as_u64() >= Some(2)).await;
+    assert_eq!(running["failure"], Value::Null);
+    let paths: Vec<String> = vllm.0.adapters.lock().unwrap().values().cloned().collect();
+    assert!(!paths.is_empty() && paths.iter().all(|path| path.contains("/beside-vllm/rlood-job_")), "{paths:?}");
+    let (_, metrics) = outcome(&server, &job).await;
+    assert!(metrics.iter().all(|row| row["sampling/mismatch_kl"].is_null() || row["sampling/mismatch_kl"] == 0.0));
+    assert!(vllm.0.adapters.lock().unwrap().is_empty());
+
+    let http = reqwest::Client::builder().no_proxy().build().unwrap();
+    for (method, path) in [("POST", "/collective_rpc"), ("POST", "/invocations"), ("POST", "/adapters"), ("GET", "/v1")]
+    {
+        let answer = http.request(method.parse().unwrap(), format!("{url}{path}")).send().await.unwrap();
+        assert_eq!(answer.status(), 404, "{path}");
+    }
+    let load = |name: &str| {
+        http.post(format!("{url}/v1/load_lora_adapter")).json(&json!({"lora_name": name, "lora_path": "/etc"}))
+    };
+    assert_eq!(load("../../etc").send().await.unwrap().status(), 400);
+    let unknown = load(&format!("rlood-{job}-a1-s99-0123456789ab")).send().await.unwrap();
+    assert_eq!(unknown.status(), 404);
+    assert!(unknown.text().await.unwrap().contains("No adapter found for"));
+    sidecar.kill().unwrap();
+    sidecar.wait().unwrap();
 }

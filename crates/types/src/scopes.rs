@@ -176,6 +176,7 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("POST", "/verdicts/{id}/cancel", Needs(Submit)),
         ("GET", "/jobs/{id}/checkpoints", Needs(Read)),
         ("GET", "/jobs/{id}/adapter", Needs(Read)),
+        ("GET", "/jobs/{id}/rollout-adapters/{adapter}/{file}", Needs(Read)),
         ("GET", "/checkpoints/{id}", Needs(Read)),
         ("GET", "/checkpoints/{id}/archive.tar", Needs(Read)),
         ("GET", "/checkpoints/{id}/files/{name}", Needs(Read)),

@@ -93,6 +93,20 @@ impl Client {
         self.download(self.get(&["jobs", &id.to_string(), "adapter"]).query_if("which", which), to, None).await
     }
 
+    /// Downloads a file of an adapter that a running job has published for its rollout servers.
+    ///
+    /// # Errors
+    /// Returns an [`Error`] if the call fails.
+    pub async fn download_rollout_adapter_file(
+        &self,
+        id: JobId,
+        adapter: &str,
+        file: &str,
+        to: &Path,
+    ) -> Result<Downloaded, Error> {
+        self.download(self.get(&["jobs", &id.to_string(), "rollout-adapters", adapter, file]), to, None).await
+    }
+
     /// Downloads all files of a checkpoint in one tar.
     ///
     /// # Errors

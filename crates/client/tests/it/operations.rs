@@ -6,6 +6,7 @@ use serde_json::Value;
 const OTHERWISE: &[(&str, Option<&str>)] = &[
     // These methods download to files.
     ("get_adapter", Some("download_adapter")),
+    ("get_rollout_adapter_file", Some("download_rollout_adapter_file")),
     ("get_archive", Some("download_archive")),
     ("get_content", Some("download_dataset")),
     ("get_file", Some("download_file")),
