@@ -32,6 +32,10 @@ function describeRuntime({ runtime, plan }) {
   return `TRL ${runtime.versions.trl ?? ""}, ${plural(plan.resources?.devices ?? 1, "process", "processes")}`;
 }
 
+function describeServers({ servers, colocate }) {
+  return colocate ? "vLLM beside training" : plural(servers.length, "vLLM server", "vLLM servers");
+}
+
 const CONNECTION_TEXTS = { lost: "Connection lost. Reconnecting…", connecting: "Connecting…", refused: "No live updates: the server refused the connection.", paused: "Live updates are paused." };
 
 
@@ -57,6 +61,7 @@ function JobPage({ id, tab, Content }) {
         <${State} job=${job} /> <span>${describeActivity(job)}</span>
         <${Progress} job=${job} />
         ${job.runtime?.name === "trl" && html`<span class="dim" title=${GUARANTEE_TEXTS[job.runtime.guarantees.resume]}>${describeRuntime(job)}</span>`}
+        ${job.plan.rollout && html`<span class="dim" title=${job.plan.rollout.servers.map((server) => server.url).join("\n")}>${describeServers(job.plan.rollout)}</span>`}
         ${job.state === "running" && job.eta_s !== null && html`<span>about ${duration(job.eta_s)} left</span>`}
         ${CONNECTION_TEXTS[connection] && html`<span class="warn" data-connection=${connection}>${CONNECTION_TEXTS[connection]}</span>`}
       </p>
