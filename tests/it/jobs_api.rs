@@ -44,6 +44,7 @@ async fn a_job_with_inline_records_is_queued_and_shown() {
             "ending",
             "alerts",
             "training_phase",
+            "runtime",
             "plan",
             "parent",
             "created_at",

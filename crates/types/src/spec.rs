@@ -28,6 +28,7 @@ mod rewards;
 mod rloo;
 mod rollouts;
 mod runtime;
+mod runtime_spec;
 mod schema;
 mod secrets;
 mod sections;
@@ -56,7 +57,7 @@ pub use rate::{FULL_LEARNING_RATE, LORA_LEARNING_RATE, low_lora_rate, suggested_
 pub use reader::FieldError;
 pub use resolve::{Resolution, SHARED_PROMPTS, Warning, resolve};
 pub use rewards::{Formula, JsonSchema, SampleTemplate, read_single_reward};
-pub use runtime::{RuntimeChoice, RuntimeSpec};
+pub use runtime_spec::{RuntimeChoice, RuntimeSpec};
 pub use schema::{DraftDocument, DraftPlan, FormDocument, JobDocument};
 pub use secrets::{eval_secret_name, guard_secret_name};
 pub use settings::settings_page;

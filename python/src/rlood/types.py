@@ -508,6 +508,12 @@ class OptimizerPlan(_OptimizerPlanRequired, total=False):
 
     kind: OptimizerKind
 
+
+class ResourcesPlan(TypedDict):
+    """The devices that a job needs."""
+
+    devices: int
+
 Combine = Literal["renormalize", "nansum"]
 
 Estimator = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "remax", "reinforce"]
@@ -548,6 +554,33 @@ class RlooPlan(_RlooPlanRequired, total=False):
     reward_clip_range: Optional[List[Any]]
     reward_normalization: RewardNormalization
     soft_overlong: Optional[int]
+
+ResumeGuarantee = Literal["exact", "exact_cpu", "recorded"]
+
+StopGuarantee = Literal["token", "step"]
+
+
+class Guarantees(TypedDict):
+    """The guarantees for a job that is interrupted."""
+
+    resume: ResumeGuarantee
+    stop: StopGuarantee
+
+RuntimeName = Literal["own", "trl"]
+
+
+class _RuntimePlanRequired(TypedDict):
+    name: RuntimeName
+
+
+class RuntimePlan(_RuntimePlanRequired, total=False):
+    """The program that trains the job, and the settings that only TRL has."""
+
+    guarantees: Guarantees
+    load_in_8bit: bool
+    offload: bool
+    versions: Dict[str, str]
+    zero_stage: Optional[int]
 
 
 class _TotalsRequired(TypedDict):
@@ -653,11 +686,21 @@ class Plan(_PlanRequired, total=False):
     eval: Optional[EvalPlan]
     lora: Optional[LoraPlan]
     name: Optional[str]
+    resources: ResourcesPlan
     reward_models: Dict[str, str]
+    runtime: RuntimePlan
     warm_start: Optional[WarmStartPlan]
     warm_up: Optional[WarmUpPlan]
 
 Requested = Literal["cancel", "pause"]
+
+
+class JobRuntime(TypedDict):
+    """The program that trains a job."""
+
+    guarantees: Guarantees
+    name: RuntimeName
+    versions: Dict[str, str]
 
 State = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
@@ -687,6 +730,7 @@ class _JobRequired(TypedDict):
     metadata: Dict[str, str]
     owner: str
     plan: Plan
+    runtime: JobRuntime
     server_errors: int
     state: State
     step: int
@@ -1595,6 +1639,12 @@ class JobSpecOptimizer(TypedDict, total=False):
     weight_decay: float
 
 
+class JobSpecResources(TypedDict, total=False):
+    """The devices that the job needs."""
+
+    devices: int
+
+
 class JobSpecRloo(TypedDict, total=False):
     """The algorithm."""
 
@@ -1621,6 +1671,15 @@ class JobSpecRloo(TypedDict, total=False):
     reward_normalization: RewardNormalization
     soft_overlong: Optional[int]
     steps_per_generation: int
+
+
+class JobSpecRuntime1(TypedDict, total=False):
+    """The program that trains."""
+
+    load_in_8bit: bool
+    name: Literal["own", "trl", "auto"]
+    offload: bool
+    zero_stage: Optional[int]
 
 
 class JobSpecTraining(TypedDict, total=False):
@@ -1700,7 +1759,9 @@ class JobSpec(_JobSpecRequired, total=False):
     name: str
     optimizer: JobSpecOptimizer
     priority: int
+    resources: JobSpecResources
     rloo: JobSpecRloo
+    runtime: Union[JobSpecRuntime1, Literal["own", "trl", "auto"]]
     sampling: GenerationRequestSampling
     training: JobSpecTraining
     warm_start: JobSpecWarmStart

@@ -12,7 +12,7 @@ use super::reader::{Errors, Field, FieldError, Reader, kind_of, shown};
 use super::rewards::{read_reward_secrets, read_rewards};
 use super::rloo::read_rloo;
 use super::rollouts::read_rollout;
-use super::runtime::{RuntimeSpec, read_runtime};
+use super::runtime_spec::{RuntimeSpec, read_runtime};
 use super::sections::{read_certificate, read_lora, read_optimizer, read_section, read_training, read_warm_start};
 use super::settings::{CHECKPOINTS, SAMPLING};
 use super::sources::{DatasetSource, attach_records, detach_records, read_dataset, with_prompts};

@@ -1,51 +1,17 @@
 //! Chooses the runtime of a job, and refuses by name what the chosen one cannot do.
 
-use serde::Deserialize;
-
 use super::facts::Context;
-use super::reader::Reader;
-use super::sections::read_section;
-use super::settings::{RESOURCES, RUNTIME};
+use super::runtime_spec::RuntimeChoice;
 use super::{
-    Estimator, FieldError, Guarantees, JobSpec, KlEstimator, KlIn, Loss, ResourcesPlan, ResumeGuarantee,
-    RewardNormalization, RuntimeFacts, RuntimeName, RuntimePlan, StopGuarantee,
+    Estimator, FieldError, Guarantees, JobSpec, KlEstimator, KlIn, Loss, ResumeGuarantee, RewardNormalization,
+    RuntimeFacts, RuntimeName, RuntimePlan, StopGuarantee,
 };
-
-/// The runtime that a job asks for.
-#[derive(Debug, Clone, Deserialize)]
-pub struct RuntimeSpec {
-    /// The program that trains: `own`, `trl` or `auto`.
-    pub name: RuntimeChoice,
-    /// Whether linear layers are quantized to 8 bits.
-    pub load_in_8bit: bool,
-    /// The stage of DeepSpeed's ZeRO; `None` = without DeepSpeed.
-    pub zero_stage: Option<u8>,
-    /// Whether DeepSpeed keeps its parts in the memory of the CPU.
-    pub offload: bool,
-}
-
-/// A runtime by name, or the choice between them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RuntimeChoice {
-    /// The engine of rlood.
-    Own,
-    /// The RLOOTrainer of TRL.
-    Trl,
-    /// The engine of rlood, or TRL where only that can train the job.
-    Auto,
-}
 
 /// What a job gives up if TRL trains it.
 const GIVES_UP: &str = "it gives up pauses inside a step, evaluation and alerts during training, certificates, and equal bytes after an interruption on a GPU";
 /// How an environment for TRL is created.
 const INSTALL: &str =
     "run `rlood runtime install trl` on the worker's machine, then restart the worker (or the server that starts it)";
-
-/// Reads the sections `runtime` and `resources`.
-pub(super) fn read_runtime(document: &Reader<'_>) -> (RuntimeSpec, ResourcesPlan) {
-    (read_section(&RUNTIME, document.section("runtime")), read_section(&RESOURCES, document.section("resources")))
-}
 
 /// Chooses the runtime, and adds what the job cannot have with it to `errors`.
 pub(super) fn choose(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldError>) -> RuntimePlan {
