@@ -65,7 +65,7 @@ pub struct ExportedAdapter {
     pub step: u64,
     /// Directory of the adapter. It lasts as long as this value.
     pub dir: TempDir,
-    /// Number of tokens that the longest prompt and its completion have together.
+    /// Number of tokens that a server must be able to read: the longest prompt with its completion, or a probe.
     pub max_tokens: usize,
     /// Sequences of token ids, each with at least 2.
     pub probes: Vec<Vec<u32>>,
@@ -138,7 +138,9 @@ fn export(
     let (base_logps, logps) = (logps(Adapter::Off)?, logps(Adapter::On)?);
     let longest = |phase| data.prompts_of(phase).iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
     let longest = longest(SamplePhase::Train).max(longest(SamplePhase::Eval));
-    let max_tokens = longest + plan.sampling.max_completion_length as usize;
+    // A server also reads the probes, and samples at least one token after them.
+    let longest_probe = probes.iter().map(|probe| probe.len() + 1).max().unwrap_or(0);
+    let max_tokens = (longest + plan.sampling.max_completion_length as usize).max(longest_probe);
     Ok(ExportedAdapter { updates: model.optimizer.updates(), step, dir, max_tokens, probes, base_logps, logps })
 }
 

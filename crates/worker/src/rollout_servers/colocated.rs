@@ -194,3 +194,92 @@ impl Tail {
 pub(super) fn free_port() -> io::Result<u16> {
     Ok(std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::Path;
+    use std::time::Instant;
+
+    use super::*;
+
+    /// A launch whose Python is this shell script.
+    fn launch(dir: &Path, script: &str) -> Launch {
+        let python = dir.join("python");
+        std::fs::write(&python, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&python, std::fs::Permissions::from_mode(0o755)).unwrap();
+        Launch {
+            python,
+            model_dir: dir.join("model"),
+            device: Device::Cpu,
+            dtype: ComputeDtype::F32,
+            lora: LoraPlan::all_linear(12, 24.0),
+            memory_share: 0.1,
+            threads: 4,
+            port: 12_345,
+            key: "the-key".to_owned(),
+        }
+    }
+
+    fn is_alive(pid: &str) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+    }
+
+    async fn read_when_there(path: &Path) -> String {
+        let begun = Instant::now();
+        loop {
+            match std::fs::read_to_string(path) {
+                Ok(text) if text.ends_with('\n') => return text,
+                _ => assert!(begun.elapsed() < Duration::from_secs(20), "{} does not appear", path.display()),
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn the_server_gets_the_settings_of_the_job_and_dies_with_its_group() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = "cd \"$(dirname \"$0\")\"\nsleep 600 &\necho \"$@\" | tail -n 1 >arguments\n\
+            echo \"$VLLM_API_KEY $OMP_NUM_THREADS $VLLM_ALLOW_RUNTIME_LORA_UPDATING $VLLM_CPU_KVCACHE_SPACE\" >variables\n\
+            echo $$ $! >pids\nwait";
+        let (notices, _warnings) = mpsc::unbounded_channel();
+        let server = launch(dir.path(), script).start(100, notices);
+        let pids = read_when_there(&dir.path().join("pids")).await;
+        let arguments = read_when_there(&dir.path().join("arguments")).await;
+        for expected in [
+            "--port 12345",
+            "--dtype float32",
+            "--max-lora-rank 16",
+            "--max-model-len 100",
+            "--logprobs-mode processed_logprobs",
+        ] {
+            assert!(arguments.contains(expected), "{expected}: {arguments}");
+        }
+        let variables = read_when_there(&dir.path().join("variables")).await;
+        assert!(variables.starts_with("the-key 3 1 "), "{variables}");
+        assert!(pids.split_whitespace().all(is_alive));
+        drop(server);
+        let begun = Instant::now();
+        while pids.split_whitespace().any(is_alive) {
+            assert!(begun.elapsed() < Duration::from_secs(20), "a process of the server is left");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn a_server_that_ends_is_reported_with_its_last_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let (notices, mut warnings) = mpsc::unbounded_channel();
+        let server = launch(dir.path(), "echo 'not enough memory for the cache' >&2\nexit 3").start(100, notices);
+        let Some(Event::Warning { code, message, .. }) = warnings.recv().await else { panic!("a warning") };
+        assert_eq!(code, "rollout_vllm_ended");
+        assert!(message.contains("exit status: 3"), "{message}");
+        drop(server);
+        let launch = Launch { python: dir.path().join("none"), ..launch(dir.path(), "exit 0") };
+        let (notices, mut warnings) = mpsc::unbounded_channel();
+        let _server = launch.start(100, notices);
+        let Some(Event::Warning { message, .. }) = warnings.recv().await else { panic!("a warning") };
+        assert!(message.contains("cannot be started"), "{message}");
+    }
+}
