@@ -54,7 +54,7 @@ pub enum SidecarError {
     /// A client for the rlood server or for vLLM cannot be created.
     #[error("cannot create an HTTP client: {0}")]
     Client(String),
-    /// The proxy stopped.
+    /// The proxy stopped because of an error of its socket.
     #[error("the proxy stopped")]
     Stopped(#[source] std::io::Error),
 }

@@ -11,8 +11,8 @@ pub struct SidecarArgs {
     #[arg(long, env = "RLOOD_SERVER", default_value = "http://127.0.0.1:8080", value_name = "URL")]
     pub server: String,
 
-    /// API key with the scope `read`, if the server requires keys. Pass it in the variable, because other users can see flags in the
-    /// process list.
+    /// API key with the scope `read`, if the server requires keys. Other users can see flags in the process list, so pass it in
+    /// the variable instead.
     #[arg(long, env = "RLOOD_API_KEY", hide_env_values = true, value_name = "KEY")]
     pub api_key: Option<String>,
 

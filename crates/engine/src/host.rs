@@ -48,8 +48,8 @@ pub trait Host {
     }
 
     /// Samples completions on rollout servers: for each prompt, in order, as many as requested. Called instead of the engine's own
-    /// sampler in jobs whose plan has a rollout section. Blocks until all are there; returns [`RunEnd::Stopped`] if a stop arrived
-    /// meanwhile.
+    /// sampler in jobs whose plan has a rollout section. Blocks until all are there, or returns
+    /// [`RunEnd::Stopped`] if a stop arrived meanwhile.
     fn sample(&mut self, _request: &SampleRequest<'_>) -> Result<Vec<Vec<Generated>>, RunEnd> {
         Err(RunEnd::Failed(EngineError::Input("this host has no rollout servers".to_owned())))
     }

@@ -47,8 +47,8 @@ pub struct WorkerArgs {
     #[arg(long, env = "RLOOD_WORKER_CACHE_LIMIT", value_parser = parse_size, value_name = "SIZE")]
     pub cache_limit: Option<u64>,
 
-    /// Folder in which the worker publishes the adapters of jobs with rollout servers, which must see the same folder. Default:
-    /// `rollout-adapters` in --scratch-dir.
+    /// Folder in which the worker publishes the adapters of jobs with rollout servers, which must see the same folder.
+    /// Default: `rollout-adapters` in --scratch-dir.
     #[arg(long, env = "RLOOD_ADAPTER_DIR", value_name = "DIR")]
     pub adapter_dir: Option<PathBuf>,
 

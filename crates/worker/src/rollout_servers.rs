@@ -1,13 +1,24 @@
 //! Rollout servers: engines outside of the worker (vLLM) that sample the completions of a job with its current adapter.
 //!
-//! [`client`] is what any server can do, [`vllm`] how vLLM does it, [`colocated`] a vLLM server that the worker starts, [`prepare`] checks a server, [`publish`] writes adapters to the
-//! folder that servers read, and [`fleet`] spreads the prompts and keeps the servers' state. Nothing here knows the training loop.
+//! | module | content |
+//! |---|---|
+//! | `client` | the operations of any server, as a trait |
+//! | `vllm` | these operations over vLLM's HTTP API |
+//! | `colocated` | a vLLM server that the worker starts itself |
+//! | `prepare` | the checks of a server |
+//! | `publish` | writes adapters to the folder that servers read |
+//! | `fleet` | spreads the prompts, keeps the servers' state |
+//! | `requests`, `failure` | conversions of requests, and of errors to failures of the job |
+//!
+//! Nothing here knows the training loop.
 
 mod client;
 mod colocated;
+mod failure;
 mod fleet;
 mod prepare;
 mod publish;
+mod requests;
 #[cfg(test)]
 mod tests;
 mod vllm;
@@ -37,7 +48,7 @@ pub(crate) use fleet::{Fleet, FleetError};
 use prepare::Tolerance;
 use vllm::Vllm;
 
-/// What a job's servers need from the worker.
+/// Facts of the worker that a job's servers need.
 pub(crate) struct FleetContext<'a> {
     pub job: JobId,
     pub attempt: u64,
@@ -152,46 +163,4 @@ fn sensitive(value: &str) -> Option<HeaderValue> {
 
 fn no_client(error: &reqwest::Error) -> Failure {
     failure(FailureClass::Infra, "rollout_client", format!("cannot create an HTTP client: {error}"), None)
-}
-
-fn failure(class: FailureClass, code: &str, message: String, suggestion: Option<&str>) -> Failure {
-    Failure {
-        class,
-        code: code.to_owned(),
-        message,
-        phase: Some(Phase::Rollout),
-        step: None,
-        suggestion: suggestion.map(str::to_owned),
-    }
-}
-
-impl FleetError {
-    /// Returns the job's `status_reason` for errors that pause the job; `None` for errors that fail it.
-    pub(crate) fn pause_reason(&self) -> Option<&'static str> {
-        match self {
-            FleetError::Outage { .. } => Some("rollout_outage"),
-            FleetError::Unfit(_) | FleetError::Publish { .. } => None,
-        }
-    }
-
-    /// Converts this error into the failure of the job.
-    pub(crate) fn to_failure(&self, step: u64) -> Failure {
-        let message = crate::error_text::with_causes(self);
-        let (class, code, suggestion) = match self {
-            FleetError::Outage { .. } => {
-                (FailureClass::Infra, "rollout_outage", "bring a rollout server back, then resume the job")
-            }
-            FleetError::Unfit(_) => (
-                FailureClass::User,
-                "rollout_servers_unfit",
-                "correct what the message names on each server, then retry the job",
-            ),
-            FleetError::Publish { .. } => (
-                FailureClass::Infra,
-                "rollout_publish",
-                "give the worker a folder that it can write to with --adapter-dir, then retry the job",
-            ),
-        };
-        Failure { step: Some(step), ..failure(class, code, message, Some(suggestion)) }
-    }
 }

@@ -205,7 +205,7 @@ fn a_mismatch_is_measured_and_changes_the_update_or_fails_the_job() {
     assert_eq!(servers.host.metrics(SamplePhase::Train).len(), 1);
     run(CorrectionMode::None, -0.01).1.unwrap();
 
-    // With a correction, only a mismatch that no correction helps against.
+    // A job with a correction fails only at a mismatch that no correction helps against.
     let (_, result) = run(CorrectionMode::TokenTruncate, -0.6);
     assert!(matches!(result.unwrap_err(), EngineError::RolloutMismatch { step: 1, .. }));
 }

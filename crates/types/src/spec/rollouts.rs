@@ -14,8 +14,8 @@ use super::{
 /// Maximum number of servers of a job.
 const MAX_SERVERS: usize = 64;
 
-/// Reads the rollout section of a job, and its servers' API keys under the names under which they are stored; `None` = the worker
-/// samples itself.
+/// Reads the rollout section of a job, and its servers' API keys by the names under which they are stored; `None` = the
+/// engine that trains also samples.
 pub(super) fn read_rollout(reader: Reader<'_>) -> Option<(RolloutPlan, BTreeMap<String, RewardSecrets>)> {
     let values = ROLLOUT.read(&reader);
     let servers = reader.field("servers");

@@ -7,7 +7,7 @@ use super::{
     RuntimeFacts, RuntimeName, RuntimePlan, StopGuarantee,
 };
 
-/// What a job gives up if TRL trains it.
+/// The guarantees that a job gives up if TRL trains it.
 const GIVES_UP: &str = "it gives up pauses inside a step, evaluation and alerts during training, certificates, and equal bytes after an interruption on a GPU";
 /// How an environment for TRL is created.
 const INSTALL: &str =

@@ -1,4 +1,4 @@
-//! What a rollout server can do: one trait, so that servers other than vLLM can be added.
+//! The operations of a rollout server: one trait, so that servers other than vLLM can be added.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ pub(super) struct SampleOne {
     pub adapter: String,
     /// Token ids of the prompt.
     pub prompt: Vec<u32>,
-    /// Number of completions.
+    /// Number of completions to sample of the prompt.
     pub n: usize,
     /// Seed of the first completion; that of the ith is `seed + i`.
     pub seed: u64,
@@ -81,7 +81,7 @@ pub(super) enum ServerError {
 /// The result of a call to a server.
 pub(super) type Reply<'a, T> = BoxFuture<'a, Result<T, ServerError>>;
 
-/// A rollout server.
+/// The calls that a rollout server answers.
 pub(super) trait RolloutClient: Send + Sync {
     /// Checks that the server is up; returns its version.
     fn health(&self) -> Reply<'_, String>;

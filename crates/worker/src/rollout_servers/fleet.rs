@@ -16,13 +16,14 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{RolloutClient, SampleOne, SampledOne, ServerError};
 use super::colocated::{Colocated, Launch};
+use super::failure::FleetError;
 use super::prepare::{Checked, Preparation, Tolerance, Version};
 use super::publish;
+use super::requests::{generated, requests};
 use crate::engine::host::{ExportedAdapter, Generated, SampleRequest};
-use crate::event::{Event, FinishReason, Metrics};
+use crate::event::{Event, Metrics};
 use crate::id::JobId;
 use crate::reward::client::Pace;
-use crate::rollout::Segments;
 use crate::spec::RolloutServerPlan;
 
 /// Interval between two checks of a server that failed.
@@ -53,35 +54,6 @@ pub(super) struct Settings {
     pub pace: Pace,
 }
 
-/// Why the servers cannot sample.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum FleetError {
-    /// No server was usable for the whole timeout.
-    #[error("no rollout server is usable{}; {cause}", waited(*.waited_s))]
-    Outage {
-        /// Seconds without a usable server.
-        waited_s: u64,
-        /// The error of each server.
-        cause: String,
-    },
-    /// No server can serve this job.
-    #[error("no rollout server can be used for this job: {0}")]
-    Unfit(String),
-    /// The adapter cannot be written to the shared folder.
-    #[error("the adapter cannot be written to the folder {folder}")]
-    Publish {
-        /// The shared folder.
-        folder: String,
-        /// Error of the file system.
-        #[source]
-        source: std::io::Error,
-    },
-}
-
-fn waited(seconds: u64) -> String {
-    if seconds == 0 { String::new() } else { format!(" for {seconds} s") }
-}
-
 /// Whether a server can be used.
 enum State {
     /// Not checked yet, or restarted since.
@@ -108,13 +80,13 @@ struct Server {
     is_announced_out: bool,
 }
 
-/// A finished request.
+/// A call that has ended, with its result.
 enum Done {
     Prepared { server: usize, version: String, result: Result<Checked, ServerError> },
     Sampled { server: usize, prompt: usize, result: Result<Vec<SampledOne>, ServerError> },
 }
 
-/// Calls under way.
+/// The calls that have not ended yet.
 type Running = FuturesUnordered<BoxFuture<'static, Done>>;
 
 /// Counts for a step's metrics.
@@ -521,31 +493,4 @@ impl Fleet {
         };
         futures::future::join_all(usable.map(unload)).await;
     }
-}
-
-/// Converts a request into one per prompt. Greedy completions of a prompt are all the same, so one is requested.
-fn requests(request: &SampleRequest<'_>, adapter: &str, job: JobId) -> Vec<SampleOne> {
-    let n = if request.temperature == 0.0 { 1 } else { request.num_generations.get() };
-    let id = request.id;
-    let one = |prompt: &crate::engine::host::SamplePrompt<'_>| SampleOne {
-        adapter: adapter.to_owned(),
-        prompt: prompt.ids.to_vec(),
-        n,
-        seed: prompt.seed,
-        temperature: request.temperature,
-        max_tokens: request.max_completion_length,
-        stop_token_ids: request.eos_token_ids.to_vec(),
-        vocab_size: request.vocab_size,
-        request_id: format!("{job}.{}.{}.{}", id.step, id.round, prompt.row),
-    };
-    request.prompts.iter().map(one).collect()
-}
-
-fn generated(completions: Vec<SampledOne>, n: usize) -> Vec<Generated> {
-    let one = |SampledOne { ids, logps, is_stopped }: SampledOne| Generated {
-        segments: Segments::of_completion(ids, Some(logps)),
-        finish_reason: if is_stopped { FinishReason::Stop } else { FinishReason::Length },
-    };
-    let completions: Vec<Generated> = completions.into_iter().map(one).collect();
-    completions.iter().cycle().take(n).cloned().collect()
 }

@@ -51,7 +51,7 @@ impl Tolerance {
     }
 }
 
-/// What the checks of a server found.
+/// The result of the checks of a server.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Checked {
     /// Name of the base model.

@@ -25,7 +25,7 @@ const MAX_MESSAGE_CHARS: usize = 400;
 /// How far above 0 rounding may lift a log-prob.
 const MAX_LOGP: f32 = 1e-6;
 
-/// A vLLM server.
+/// The client of one vLLM server.
 pub(super) struct Vllm {
     http: Client,
     url: String,

@@ -17,13 +17,13 @@ use serde_json::{Value, json};
 /// Which server a test needs, by its flags.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// With `--logprobs-mode processed_logprobs`.
+    /// A server that was started with `--logprobs-mode processed_logprobs`.
     Processed,
-    /// With the default, `raw_logprobs`.
+    /// A server with the default, `raw_logprobs`.
     Raw,
-    /// With `--api-key secret --max-num-queued-reqs 2 --max-num-seqs 1`.
+    /// A server with `--api-key secret --max-num-queued-reqs 2 --max-num-seqs 1`.
     Guarded,
-    /// As `Processed`; the test ends the server.
+    /// A server like `Processed`, which the test ends.
     Mortal,
 }
 

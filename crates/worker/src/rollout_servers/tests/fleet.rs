@@ -10,7 +10,8 @@ use futures::FutureExt;
 use tokio::sync::{mpsc, watch};
 
 use super::super::client::{Inventory, Reply, RolloutClient, SampleOne, SampledOne, ServerError};
-use super::super::fleet::{Fleet, FleetError, Settings};
+use super::super::failure::FleetError;
+use super::super::fleet::{Fleet, Settings};
 use super::super::prepare::Tolerance;
 use super::super::publish;
 use crate::engine::host::{ExportedAdapter, Generated, SamplePrompt, SampleRequest};

@@ -16,8 +16,8 @@ use crate::spec::Plan;
 const FORMAT: &str = "rlood-trl-checkpoint/1";
 /// Separates the name of a folder of DeepSpeed from that of a file in it.
 const IN_FOLDER: &str = "--";
-/// Files of the trainer that are not published: pickled arguments, which could run code, scripts, and a page that names folders of
-/// the worker.
+/// Files of the trainer that are not published: pickled arguments, which could run code, scripts, and a page that names
+/// folders of the worker.
 const DROPPED: [&str; 4] = ["training_args.bin", "zero_to_fp32.py", "zero_to_torch.py", "README.md"];
 /// Files that name the directory of the base model, and the key of the name.
 const NAMING_THE_BASE: [(&str, &str); 2] =
