@@ -55,6 +55,7 @@ mod reward_models;
 mod reward_test_journal;
 pub mod rewards;
 mod rows;
+mod runtimes;
 pub mod samples;
 pub mod schemas;
 pub mod session;
