@@ -56,6 +56,7 @@ mod reward_test_journal;
 pub mod rewards;
 pub mod rollout_adapters;
 mod rows;
+mod runtimes;
 pub mod samples;
 pub mod schemas;
 pub mod session;

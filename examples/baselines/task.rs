@@ -63,6 +63,7 @@ pub fn plan(rloo: &Value, steps: u64, seed: u64) -> Result<Plan, Failure> {
             shape: None,
             modules: Vec::new(),
             beyond_gpu: None,
+            foreign: None,
         }),
         dataset: Some(train),
         eval_dataset: Some(held_out),

@@ -18,11 +18,12 @@ use super::prompts::{Place, Prompts};
 use super::python_rewards;
 use super::reach;
 use super::reward_models;
+use super::runtimes::known_runtimes;
 use super::warm_start;
 use crate::modelcard::text::{Prompt, Text};
-use crate::modelcard::{self, ModelCard, ModelDescription};
+use crate::modelcard::{self, ForeignCard, ModelCard, ModelCardError, ModelDescription, ModelFile};
 use crate::outgoing::OutgoingError;
-use crate::spec::{Context, FieldError, JobSpec, ModelFacts, PromptLengths, RuntimeFacts, Warning, prompt_key};
+use crate::spec::{Context, FieldError, JobSpec, ModelFacts, PromptLengths, Warning, prompt_key};
 use crate::store::ModelRow;
 
 /// Above this number of rows, or bytes of prompts, the worker counts the tokens of prompts in its loading phase.
@@ -123,7 +124,8 @@ pub(super) async fn prepare(
         };
         let reward_models = reward_models::inspect(reward_models, &mut errors, &mut warnings);
         let warm_start = warm_start.and_then(|start| {
-            let described = facts.as_ref().map(|(facts, description)| (facts.id.as_str(), description));
+            let described =
+                facts.as_ref().and_then(|(facts, description)| Some((facts.id.as_str(), description.as_ref()?)));
             start.inspect(described, &mut errors, &mut warnings)
         });
         let facts_of = |prompts: &Option<Prompts>| prompts.as_ref().map(|prompts| prompts.facts.clone());
@@ -143,12 +145,6 @@ pub(super) async fn prepare(
         Ok(Prepared { context, errors, warnings, train, eval, warm_up })
     };
     heavy::run(state, caller, INSPECT_WITHIN, inspection).await?
-}
-
-/// Returns the runtimes that workers can start which are not lost.
-async fn known_runtimes(state: &AppState) -> Result<Vec<RuntimeFacts>, Problem> {
-    let workers = state.store.worker_list().await?;
-    Ok(workers.into_iter().filter(|worker| !worker.lost).flat_map(|worker| worker.runtimes).collect())
 }
 
 /// The errors and warnings found while the model and data of a job were read.
@@ -181,19 +177,19 @@ fn inspect<'p>(
     kwargs: &Map<String, Value>,
     stop: &AtomicBool,
     found: &mut Found<'_>,
-) -> Result<Option<(ModelFacts, ModelDescription)>, Problem> {
+) -> Result<Option<(ModelFacts, Option<ModelDescription>)>, Problem> {
     let unusable = |detail: String| {
         FieldError::new("/model", "invalid_model", format!("model '{}' cannot be used: {detail}", model.id))
     };
-    let card = match modelcard::read(dir) {
-        Ok(card) => card,
+    let (facts, description, files) = match described(model, dir) {
+        Ok(described) => described,
         Err(error) => {
             found.errors.push(unusable(error.to_string()));
             return Ok(None);
         }
     };
     // The files of a model that is still downloading are compared with its fingerprint once it is complete.
-    let is_same = if model.state == "downloading" { Ok(true) } else { is_as_registered(model, &card.files) };
+    let is_same = if model.state == "downloading" { Ok(true) } else { is_as_registered(model, &files) };
     match is_same {
         Ok(true) => {}
         Ok(false) => {
@@ -212,7 +208,6 @@ fn inspect<'p>(
     if let Some(name) = model.card[RENAMED_TO].as_str() {
         found.warnings.push(renamed("/model", name));
     }
-    let facts = model_facts(model, &card);
     let text = match Text::load(dir) {
         Ok(text) => text,
         Err(error) => {
@@ -232,7 +227,7 @@ fn inspect<'p>(
             return Err(Problem::internal(format!("the rows of a dataset cannot be read: {error}")));
         }
     }
-    Ok(Some((facts, card.config)))
+    Ok(Some((facts, description)))
 }
 
 /// The tokenizer and limits with which prompts' tokens are counted.
@@ -313,6 +308,33 @@ fn text_bytes(prompt: &Value) -> usize {
     }
 }
 
+/// Returns the facts about a model, its description if rlood's own engine can run it, and its files. Blocking.
+fn described(
+    row: &ModelRow,
+    dir: &FilePath,
+) -> Result<(ModelFacts, Option<ModelDescription>, Vec<ModelFile>), ModelCardError> {
+    match (modelcard::read(dir), ForeignCard::read(dir)) {
+        (Ok(card), _) => Ok((model_facts(row, &card), Some(card.config), card.files)),
+        (Err(_), Ok(Some(card))) => Ok((foreign_facts(row, &card), None, card.files)),
+        (Err(error), Ok(None)) | (Err(_), Err(error)) => Err(error),
+    }
+}
+
+fn foreign_facts(row: &ModelRow, card: &ForeignCard) -> ModelFacts {
+    ModelFacts {
+        id: row.id.clone(),
+        sha256: row.sha256.clone(),
+        max_position_embeddings: card.max_position_embeddings as u64,
+        num_parameters: card.num_parameters,
+        size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
+        has_chat_template: card.chat_template.is_some(),
+        shape: None,
+        modules: Vec::new(),
+        beyond_gpu: None,
+        foreign: Some(card.model_type.clone()),
+    }
+}
+
 fn model_facts(row: &ModelRow, card: &ModelCard) -> ModelFacts {
     let config = &card.config;
     ModelFacts {
@@ -325,5 +347,6 @@ fn model_facts(row: &ModelRow, card: &ModelCard) -> ModelFacts {
         shape: Some(card.shape()),
         modules: config.module_names(),
         beyond_gpu: config.beyond_gpu(),
+        foreign: None,
     }
 }

@@ -23,9 +23,11 @@ use super::extract::{HashedJson, Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::list::{List, PageQuery, Time};
 use super::reach;
+use super::runtimes::known_runtimes;
 use crate::modelcard::classifier::is_classifier;
 use crate::modelcard::text::{Text, TextError};
-use crate::modelcard::{self, ClassifierCard, ModelCardError, ModelFile};
+use crate::modelcard::{self, ClassifierCard, ForeignCard, ModelCardError, ModelFile};
+use crate::spec::RuntimeFacts;
 use crate::store::{ModelRow, NewModel, clock_ms};
 
 /// The JSON key under which a model's database record stores the stamp (sizes and modification times) of its files.
@@ -237,13 +239,15 @@ pub(super) async fn register(
     source: String,
     roots: Option<Vec<PathBuf>>,
 ) -> Result<(ModelRow, bool), Problem> {
+    let runtimes = known_runtimes(state).await?;
+    let has_trl = runtimes.iter().any(RuntimeFacts::is_usable);
     let path = source.clone();
     let read = move || -> Result<(Value, String), Problem> {
         let path = locate(&path, roots.as_deref())?;
         if let Some(roots) = &roots {
             check_links(&path, roots)?;
         }
-        let (card, files) = read_card(&path)?;
+        let (card, files) = read_card(&path, has_trl)?;
         // The stamp of sizes and modification times is taken before the bytes are read, so that a change of a file in the
         // meantime is noticed later.
         let stamp = modelcard::stamp(&path, &files);
@@ -254,18 +258,25 @@ pub(super) async fn register(
     Ok(state.store.model_create(NewModel { id, source, sha256, card, owner }, clock_ms()).await?)
 }
 
-/// Reads and checks a model's folder, except for the bytes of its tensors. Blocking.
-fn read_card(path: &FsPath) -> Result<(Card, Vec<ModelFile>), Problem> {
+/// Reads and checks a model's folder, except for the bytes of its tensors. A model of an architecture that rlood's own engine does not
+/// have is accepted if TRL can train it. Blocking.
+fn read_card(path: &FsPath, has_trl: bool) -> Result<(Card, Vec<ModelFile>), Problem> {
     let is_classifier = is_classifier(path);
     let read = match is_classifier {
         true => {
             let card = ClassifierCard::read(path).map_err(unusable)?;
             (Card::of_classifier(&card), card.files)
         }
-        false => {
-            let card = modelcard::read(path).map_err(unusable)?;
-            (Card::of(&card), card.files)
-        }
+        false => match (modelcard::read(path), ForeignCard::read(path)) {
+            (Ok(card), _) => (Card::of(&card), card.files),
+            (Err(_), Ok(Some(card))) if has_trl => (Card::of_foreign(&card), card.files),
+            (Err(error), Ok(Some(_))) => {
+                let ModelCardError { file, detail } = error;
+                let remedy = "a worker with the runtime trl could train this model (`rlood runtime install trl`)";
+                return Err(unusable(ModelCardError { file, detail: format!("{detail}; {remedy}") }));
+            }
+            (Err(error), _) => return Err(unusable(error)),
+        },
     };
     let text = if is_classifier { Text::load_classifier(path) } else { Text::load(path) };
     text.map_err(unusable_text)?;

@@ -2,6 +2,7 @@
 //! is tested with a runner without TRL in `crates/worker/src/runtime/trl/tests.rs`, and with TRL in `tests/trl`.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use rlood::id::WorkerId;
 use rlood::protocol::{PROTOCOL, Register};
@@ -9,7 +10,7 @@ use rlood::spec::RuntimeFacts;
 use rlood::store::clock_ms;
 use serde_json::{Value, json};
 
-use crate::server::Server;
+use crate::server::{Server, copy};
 
 fn job(runtime: Value, devices: u32) -> Value {
     let records: Vec<Value> = (0..8).map(|row| json!({"prompt": format!("prompt {row}")})).collect();
@@ -91,4 +92,45 @@ async fn a_job_of_trl_waits_for_a_worker_that_can_run_it_and_blocks_no_other() {
     assert_eq!(claim(two).await, Some(small));
     assert_eq!(claim(four).await, Some(large));
     assert_eq!(claim(worker(&server, 0).await).await, None);
+}
+
+#[tokio::test]
+async fn a_model_of_another_architecture_is_registered_where_trl_can_train_it() {
+    let server = Server::start().await;
+    let dir = server.dir.path().join("newest");
+    copy(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity/qwen3"), &dir);
+    let path = dir.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["model_type"] = json!("newest_5");
+    std::fs::write(&path, config.to_string()).unwrap();
+    let register = || server.post("/models", json!({"id": "newest", "source": dir}));
+    let refused = register().await;
+    assert_eq!(refused.status, 422, "{}", refused.text);
+    assert!(
+        refused.text.contains("newest_5") && refused.text.contains("rlood runtime install trl"),
+        "{}",
+        refused.text
+    );
+
+    worker(&server, 1).await;
+    let accepted = register().await;
+    assert_eq!(accepted.status, 201, "{}", accepted.text);
+    let card = &accepted.body["card"];
+    assert_eq!((&card["architecture"], &card["needs_runtime"]), (&json!("newest_5"), &json!("trl")));
+    let with = |runtime: &str| {
+        let mut job = job(json!(runtime), 1);
+        job["model"] = json!("newest");
+        job
+    };
+    let refused = server.post("/jobs", with("own")).await;
+    assert_eq!(codes(&refused.body), [("/model", "needs_runtime")], "{}", refused.text);
+    let accepted = server.post("/jobs", with("auto")).await;
+    assert_eq!(
+        (accepted.status.as_u16(), &accepted.body["runtime"]["name"]),
+        (201, &json!("trl")),
+        "{}",
+        accepted.text
+    );
+    let plain = server.get("/models/plain").await;
+    assert_eq!(plain.body["card"].get("needs_runtime"), None, "{}", plain.text);
 }

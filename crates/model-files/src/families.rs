@@ -365,6 +365,12 @@ fn text_part(keys: &Keys<'_>) -> Result<Option<Value>, ModelCardError> {
     Ok(Some(Value::Object(text)))
 }
 
+/// Whether rlood's own engine has this `model_type`, alone or as the text part of a multimodal checkpoint.
+pub(super) fn is_known(model_type: &str) -> bool {
+    FAMILIES.iter().any(|family| family.model_type == model_type)
+        || WITH_TEXT_PART.iter().any(|(name, _)| *name == model_type)
+}
+
 fn family_of(keys: &Keys) -> Result<&'static Family, ModelCardError> {
     let names = FAMILIES.iter().map(|family| family.model_type).chain(WITH_TEXT_PART.iter().map(|(name, _)| *name));
     let names: Vec<&str> = names.collect();

@@ -7,6 +7,7 @@ pub mod adapter;
 pub mod classifier;
 pub mod config;
 mod families;
+pub mod foreign;
 pub mod gguf;
 pub mod template;
 #[cfg(test)]
@@ -30,6 +31,7 @@ use sha2::{Digest, Sha256};
 
 pub use classifier::{Backbone, ClassifierCard};
 pub use config::{Activation, LayerNorms, ModelDescription, Projections, QkNorm, QueryGrowth, Rope, RopeKind};
+pub use foreign::ForeignCard;
 pub use weights::{FourBitTensors, Scale, Skipped, TensorDtype, TensorLocation, precision};
 
 /// The reason why a model directory cannot be used.
@@ -195,14 +197,19 @@ pub fn fingerprint_entries(files: &[FileEntry]) -> String {
     Sha256Digest::from(all).to_string()
 }
 
-/// Reads a directory with a language model or a sequence-classification model, and returns the list of its files.
+/// Reads a directory with a language model of any architecture or a sequence-classification model, and returns the list of its
+/// files.
 ///
 /// # Errors
 /// Fails if the directory holds no model; see [`read`].
 pub fn files_of(dir: &Path) -> Result<Vec<ModelFile>, ModelCardError> {
     match classifier::is_classifier(dir) {
         true => Ok(ClassifierCard::read(dir)?.files),
-        false => Ok(read(dir)?.files),
+        false => match (read(dir), ForeignCard::read(dir)) {
+            (Ok(card), _) => Ok(card.files),
+            (Err(_), Ok(Some(card))) => Ok(card.files),
+            (Err(error), Ok(None)) | (Err(_), Err(error)) => Err(error),
+        },
     }
 }
 

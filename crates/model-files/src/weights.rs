@@ -423,7 +423,8 @@ impl<'d> Files<'d> {
     }
 }
 
-const INDEX: &str = "model.safetensors.index.json";
+/// The file that lists the file of each tensor.
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 
 fn missing(file: &str, tensor: &str) -> ModelCardError {
@@ -432,12 +433,16 @@ fn missing(file: &str, tensor: &str) -> ModelCardError {
     ModelCardError::new(file, detail)
 }
 
-enum WeightFiles {
+/// The files of a model's weights.
+pub(super) enum WeightFiles {
+    /// A single file with all tensors.
     Single(String),
+    /// The file of each tensor, by tensor name.
     Sharded(HashMap<String, String>),
 }
 
-fn weight_files(dir: &Path) -> Result<WeightFiles, ModelCardError> {
+/// Returns the files of a model's weights.
+pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles, ModelCardError> {
     if dir.join(SINGLE).exists() {
         return Ok(WeightFiles::Single(SINGLE.to_owned()));
     }

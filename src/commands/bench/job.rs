@@ -73,6 +73,7 @@ pub(super) fn plan(
             shape: Some(card.shape()),
             modules: card.config.module_names(),
             beyond_gpu: card.config.beyond_gpu(),
+            foreign: None,
         }),
         dataset: Some(DatasetFacts { prompt_lengths: Some(longest), ..DatasetFacts::of_records(&records) }),
         memory_limit_bytes: machine_memory_bytes(),

@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::modelcard::{self, Backbone, ClassifierCard, ModelCard, TensorLocation};
+use crate::modelcard::{self, Backbone, ClassifierCard, ForeignCard, ModelCard, TensorLocation};
+use crate::spec::RuntimeName;
 
 /// Properties of a model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -39,6 +40,9 @@ pub struct Card {
     pub has_chat_template: bool,
     /// Total size of the files, in bytes.
     pub size_bytes: u64,
+    /// The runtime that a job with this model needs, because rlood's own engine does not have its architecture; absent = any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub needs_runtime: Option<RuntimeName>,
 }
 
 /// The task that a model can be used for.
@@ -76,6 +80,25 @@ impl Card {
             eos_token_ids: Vec::new(),
             has_chat_template: card.chat_template.is_some(),
             size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
+            needs_runtime: None,
+        }
+    }
+
+    pub(super) fn of_foreign(card: &ForeignCard) -> Self {
+        Self {
+            architecture: card.model_type.clone(),
+            task: ModelTask::CausalLm,
+            labels: Vec::new(),
+            num_parameters: card.num_parameters,
+            precision: card.precision.map(|dtype| dtype.name().to_owned()),
+            num_hidden_layers: card.num_hidden_layers as u64,
+            hidden_size: card.hidden_size as u64,
+            vocab_size: card.vocab_size as u64,
+            max_position_embeddings: card.max_position_embeddings as u64,
+            eos_token_ids: card.eos_token_ids.clone(),
+            has_chat_template: card.chat_template.is_some(),
+            size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
+            needs_runtime: Some(RuntimeName::Trl),
         }
     }
 
@@ -93,6 +116,7 @@ impl Card {
             eos_token_ids: card.eos_token_ids.clone(),
             has_chat_template: card.chat_template.is_some(),
             size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
+            needs_runtime: None,
         }
     }
 }

@@ -174,7 +174,7 @@ async fn outline(
     let missing_bytes = plan.missing_bytes(&parts, &source);
     let source = source.to_string_lossy().into_owned();
     let described = tokio::task::spawn_blocking(move || {
-        let (card, files) = read_card(&folder).map_err(|problem| problem.detail().to_owned())?;
+        let (card, files) = read_card(&folder, false).map_err(|problem| problem.detail().to_owned())?;
         let sha256 = announced_fingerprint(&folder, &files, &plan)?;
         // No stamp of the files yet, because they are not downloaded.
         let mut card = record(&card, "").map_err(|problem| problem.detail().to_owned())?;
@@ -212,7 +212,7 @@ fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan)
 /// Reads the properties of the model in a folder, for the database, and its fingerprint. Blocking.
 pub(in crate::http) fn describe(folder: &FsPath) -> Result<(Value, String), String> {
     let text = |problem: Problem| problem.detail().to_owned();
-    let (card, files) = read_card(folder).map_err(text)?;
+    let (card, files) = read_card(folder, false).map_err(text)?;
     let stamp = modelcard::stamp(folder, &files);
     let sha256 = modelcard::fingerprint_files(folder, &files).map_err(|error| error.to_string())?;
     Ok((record(&card, &stamp).map_err(text)?, sha256))

@@ -39,6 +39,7 @@ fn plan(beta: f64) -> Plan {
         shape: None,
         modules: Vec::new(),
         beyond_gpu: None,
+        foreign: None,
     };
     let context = spec::Context {
         model: Some(model),

@@ -116,6 +116,8 @@ pub fn plan() -> Plan {
         certificate: None,
         early_stopping: None,
         doctor: DoctorPlan::default(),
+        runtime: Default::default(),
+        resources: Default::default(),
         metadata: BTreeMap::new(),
         totals: Totals {
             optimizer_steps: 3,

@@ -19,6 +19,7 @@ pub(crate) fn resolved(document: Value) -> Plan {
         shape: None,
         modules: Vec::new(),
         beyond_gpu: None,
+        foreign: None,
     };
     let context =
         Context { model: Some(model), dataset: Some(DatasetFacts::of_records(&records)), ..Context::default() };

@@ -76,6 +76,8 @@ pub struct ModelFacts {
     pub modules: Vec<&'static str>,
     /// Keys of its config.json that are not supported on a GPU; `None` = all are.
     pub beyond_gpu: Option<&'static str>,
+    /// The model's architecture, if rlood's own engine does not have it.
+    pub foreign: Option<String>,
 }
 
 /// Properties of a reward model that a plan depends on.

@@ -15,7 +15,7 @@ const INSTALL: &str =
 
 /// Chooses the runtime, and adds what the job cannot have with it to `errors`.
 pub(super) fn choose(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldError>) -> RuntimePlan {
-    let only_trl = only_trl(spec);
+    let only_trl = only_trl(spec, context);
     let name = match spec.runtime.name {
         RuntimeChoice::Own => RuntimeName::Own,
         RuntimeChoice::Trl => RuntimeName::Trl,
@@ -48,8 +48,11 @@ pub(super) fn choose(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldEr
 }
 
 /// Returns the settings that only TRL can train with: the JSON pointer of each, and what it asks for.
-fn only_trl(spec: &JobSpec) -> Vec<(&'static str, String)> {
+fn only_trl(spec: &JobSpec, context: &Context) -> Vec<(&'static str, String)> {
     let mut found = Vec::new();
+    if let Some(architecture) = context.model.as_ref().and_then(|model| model.foreign.as_ref()) {
+        found.push(("/model", format!("the job trains a model of the architecture '{architecture}'")));
+    }
     if spec.resources.devices > 1 {
         found.push(("/resources/devices", format!("the job asks for {} devices", spec.resources.devices)));
     }
@@ -191,6 +194,14 @@ mod tests {
     }
 
     fn resolved(changes: Value, runtimes: Vec<RuntimeFacts>) -> Result<Resolution, Vec<(String, String)>> {
+        resolved_with(changes, runtimes, None)
+    }
+
+    fn resolved_with(
+        changes: Value,
+        runtimes: Vec<RuntimeFacts>,
+        foreign: Option<&str>,
+    ) -> Result<Resolution, Vec<(String, String)>> {
         let records: Vec<Value> = (0..8).map(|row| json!({"prompt": format!("p {row}")})).collect();
         let mut document = json!({
             "model": "m", "dataset": {"records": records}, "rewards": [{"type": "length"}],
@@ -218,6 +229,7 @@ mod tests {
             shape: None,
             modules: Vec::new(),
             beyond_gpu: None,
+            foreign: foreign.map(str::to_owned),
         };
         let dataset = Some(DatasetFacts::of_records(&records));
         resolve(&spec, &Context { model: Some(model), dataset, runtimes, ..Context::default() }).map_err(codes)
@@ -241,6 +253,16 @@ mod tests {
         );
         assert_eq!(name(json!({"runtime": "tlr"})).unwrap_err()[0].0, "/runtime/name");
         assert_eq!(name(json!({"runtime": {"name": "trl", "zero_stage": 1}})).unwrap_err()[0].0, "/runtime/zero_stage");
+    }
+
+    #[test]
+    fn a_model_of_another_architecture_needs_trl() {
+        let here = || vec![environment("1.16.0", &[], 4, false)];
+        let name = |changes: Value| {
+            resolved_with(changes, here(), Some("newest_5")).map(|resolution| resolution.plan.runtime.name)
+        };
+        assert_eq!(name(json!({})).unwrap_err(), error("/model", "needs_runtime"));
+        assert_eq!(name(json!({"runtime": "auto"})).unwrap(), RuntimeName::Trl);
     }
 
     #[test]

@@ -21,6 +21,7 @@ fn plan(eval: Value) -> Plan {
             shape: None,
             modules: vec![],
             beyond_gpu: None,
+            foreign: None,
         }),
         dataset: Some(facts.clone()),
         eval_dataset: Some(facts.clone()),

@@ -34,6 +34,7 @@ pub fn model() -> ModelFacts {
         }),
         modules: vec!["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         beyond_gpu: None,
+        foreign: None,
     }
 }
 

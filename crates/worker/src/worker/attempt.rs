@@ -21,7 +21,7 @@ use super::host::JobHost;
 use super::job_models::JobModels;
 use super::journal::Journal;
 use super::reports::Reports;
-use super::signals::{Progress, StopSignal, drops_work};
+use super::signals::{Position, Progress, StopSignal, drops_work};
 use super::{EXIT_DEVICE, EXIT_GRADING, EXIT_PANIC, Worker};
 use crate::device::{Device, process_memory_bytes};
 use crate::engine::error::EngineError;
@@ -277,18 +277,7 @@ impl Attempt {
             scratch_dir: scratch.path().join("checkpoints"),
             device: worker.device.clone(),
         };
-        let ended = match run.claim.plan.runtime.is_own() {
-            true => {
-                let train = worker.train;
-                run.on_thread(move |input, host: &mut JobHost| train(input, host), host).await
-            }
-            false => {
-                let environment = worker.trl.clone().ok_or_else(|| failure::no_runtime(position()))?;
-                let threads = worker.threads;
-                run.on_thread(move |input, host: &mut JobHost| trl::train(input, &environment, threads, host), host)
-                    .await
-            }
-        };
+        let ended = run.with_runtime(worker, host, position()).await;
         if let Err(RunEnd::Panicked) = ended {
             return ended;
         }
@@ -481,6 +470,17 @@ struct EngineRun {
 }
 
 impl EngineRun {
+    /// Trains with the runtime of the plan.
+    async fn with_runtime(self, worker: &Worker, host: JobHost, position: Position) -> Result<(), RunEnd> {
+        if self.claim.plan.runtime.is_own() {
+            let train = worker.train;
+            return self.on_thread(move |input, host| train(input, host), host).await;
+        }
+        let environment = worker.trl.clone().ok_or_else(|| failure::no_runtime(position))?;
+        let threads = worker.threads;
+        self.on_thread(move |input, host| trl::train(input, &environment, threads, host), host).await
+    }
+
     /// Runs the engine. Returns [`RunEnd::Panicked`] when the thread panicked (its message is on standard error)
     /// or could not be started.
     async fn on_thread(

@@ -57,7 +57,7 @@ enum Rolling {
     /// Sampled, and not scored yet.
     Sampled(u64, Vec<SampledGroup>),
     /// Scored. Its samples are reported with the metrics of its first step.
-    Scored(u64, Scored),
+    Scored(u64, Box<Scored>),
 }
 
 /// What the ranks train, and with what.
@@ -386,11 +386,11 @@ impl<'a> Driver<'a> {
         let scored = Scored::new(self.training.plan, block, (groups, samples), scores, self.training.prompts)?;
         let each = scored.rewards().len() / self.count;
         let is_wrong = |message: &&Message| !matches!(message, Message::Score { samples, .. } if *samples == each);
-        if messages.iter().any(|message| is_wrong(&message)) {
+        if messages.iter().any(is_wrong) {
             return Err(failed(format!("a rank asks for another number of rewards than {each}")));
         }
         let answers = scored.rewards().chunks(each.max(1)).map(|part| json!({ "values": part })).collect();
-        self.rollout = Rolling::Scored(step, scored);
+        self.rollout = Rolling::Scored(step, Box::new(scored));
         self.enter(Phase::Train)?;
         Ok(answers)
     }

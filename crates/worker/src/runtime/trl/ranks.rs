@@ -11,7 +11,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -133,11 +133,8 @@ impl Ranks {
 
     /// Waits for the next message, and returns it with the number of its connection; `None` if none arrived in time.
     pub(super) fn next(&self, timeout: Duration) -> Option<(usize, Incoming)> {
-        match self.receiver.recv_timeout(timeout) {
-            Ok(message) => Some(message),
-            // This value holds a sender, so the channel is never closed.
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        }
+        // This value holds a sender, so the channel is never closed, and an error means that the time has passed.
+        self.receiver.recv_timeout(timeout).ok()
     }
 
     /// Answers a question of a connection.
