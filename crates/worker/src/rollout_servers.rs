@@ -32,7 +32,7 @@ use reqwest::header::HeaderValue;
 use tokio::sync::{mpsc, watch};
 
 use crate::device::Device;
-use crate::event::{Event, Phase};
+use crate::event::Event;
 use crate::id::JobId;
 use crate::job::{Failure, FailureClass};
 use crate::outgoing::OutgoingPolicy;
@@ -43,8 +43,9 @@ use crate::spec::{Plan, RewardSecrets, RolloutPlan, RolloutServerPlan, rollout_s
 
 use client::RolloutClient;
 use colocated::{Launch, free_port};
+use failure::failure;
+pub(crate) use fleet::Fleet;
 use fleet::Settings;
-pub(crate) use fleet::{Fleet, FleetError};
 use prepare::Tolerance;
 use vllm::Vllm;
 

@@ -80,8 +80,6 @@ pub fn plan() -> Plan {
             chat_template_kwargs: Map::new(),
         },
         rollout: None,
-        runtime: Default::default(),
-        resources: Default::default(),
         lora: Some(LoraPlan {
             target_modules: ["q_proj", "v_proj", "down_proj"].map(String::from).to_vec(),
             ..LoraPlan::all_linear(4, 8.0)

@@ -118,7 +118,7 @@ mod tests {
         let dir = publish(&shared, &name, adapter("w").path()).unwrap();
         assert_eq!(fs::read_to_string(dir.join(FILES[1])).unwrap(), "w");
         assert_eq!(publish(&shared, &name, adapter("w").path()).unwrap(), dir, "published once");
-        assert_eq!(left_over(&shared, job), [dir.clone()]);
+        assert_eq!(left_over(&shared, job), std::slice::from_ref(&dir));
         assert!(left_over(&shared, JobId::new()).is_empty());
         // An adapter without its weights leaves nothing behind.
         let broken = tempfile::tempdir().unwrap();
