@@ -40,7 +40,7 @@ serving() {
 }
 
 section vllm "python3 with venv, PyPI, 8 GB of disk, 6 GB of memory" \
-    crates/engine/src/elsewhere.rs crates/engine/src/mismatch.rs crates/worker/src/rollout_servers crates/worker/src/rollout_servers.rs \
+    crates/engine/src/rollouts.rs crates/engine/src/mismatch.rs crates/worker/src/rollout_servers crates/worker/src/rollout_servers.rs \
     tests/fixtures/vllm tests/vllm
 vllm() {
     cargo build --release --locked

@@ -240,7 +240,7 @@ fn adapter_name(body: &[u8]) -> Result<AdapterName, String> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
     let mut parts = adapter.strip_prefix("rlood-").unwrap_or_default().split('-');
     let job = parts.next().and_then(|job| job.parse().ok());
-    let hash = parts.last().filter(|hash| hash.len() == 12 && hash.bytes().all(|byte| byte.is_ascii_hexdigit()));
+    let hash = parts.next_back().filter(|hash| hash.len() == 12 && hash.bytes().all(|byte| byte.is_ascii_hexdigit()));
     match (job, hash) {
         (Some(job), Some(hash)) if adapter.chars().all(is_plain) => {
             Ok(AdapterName { adapter: adapter.to_owned(), job, hash: hash.to_owned() })

@@ -77,6 +77,8 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("http/rescore.rs", "reward"),
     // The secrets of webhooks have the same form as those of rewards.
     ("http/webhooks.rs", "reward"),
+    // The sidecar downloads adapters from a server elsewhere.
+    ("commands/adapter_sidecar.rs", "rlood_client"),
     // The database's own error tells whether the disk is full.
     ("http/error.rs", "sqlx"),
 ];

@@ -1,11 +1,12 @@
 //! The interface between the engine and its host. The worker implements [`Host`]; tests implement it in twenty lines.
 
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use tempfile::TempDir;
 
-pub use super::elsewhere::{ExportedAdapter, SamplePrompt, SampleRequest};
 use super::error::EngineError;
 use crate::event::{Event, Metrics};
 use crate::job::Failure;
@@ -77,6 +78,57 @@ pub struct ScoreRequest<'a> {
     pub id: RolloutId,
     /// The samples, in block order.
     pub samples: &'a [RewardSample],
+}
+
+/// A request for completions from rollout servers.
+#[derive(Debug)]
+pub struct SampleRequest<'a> {
+    /// The rollout that the completions belong to.
+    pub id: RolloutId,
+    /// The prompts, in order.
+    pub prompts: &'a [SamplePrompt<'a>],
+    /// Number of completions per prompt.
+    pub num_generations: NonZeroUsize,
+    /// The sampling temperature; 0 = greedy.
+    pub temperature: f64,
+    /// Maximum number of tokens of a completion, including the end-of-sequence token.
+    pub max_completion_length: usize,
+    /// All tokens that end a completion.
+    pub eos_token_ids: &'a [u32],
+    /// Number of different token ids of the model.
+    pub vocab_size: usize,
+    /// The weights to sample with.
+    pub adapter: &'a ExportedAdapter,
+}
+
+/// A prompt to sample from.
+#[derive(Debug, Clone, Copy)]
+pub struct SamplePrompt<'a> {
+    /// Dataset row of the prompt.
+    pub row: u64,
+    /// Token ids of the prompt; at least one.
+    pub ids: &'a [u32],
+    /// Seed of the first completion; the seeds of the others follow it. A function of the job's seed, the rollout and the row.
+    pub seed: u64,
+}
+
+/// The current adapter as a PEFT directory, and the log-probs by which a server's copy of it is checked.
+#[derive(Debug)]
+pub struct ExportedAdapter {
+    /// Number of optimizer updates behind the weights.
+    pub updates: u64,
+    /// Number of optimizer steps done when the adapter was exported.
+    pub step: u64,
+    /// Directory of the adapter. It lasts as long as this value.
+    pub dir: TempDir,
+    /// Number of tokens that a server must be able to read: the longest prompt with its completion, or a probe.
+    pub max_tokens: usize,
+    /// Sequences of token ids, each with at least 2.
+    pub probes: Vec<Vec<u32>>,
+    /// Log-probs in nats of each token but the first of each probe, under the base model.
+    pub base_logps: Vec<Vec<f32>>,
+    /// The same under the exported adapter.
+    pub logps: Vec<Vec<f32>>,
 }
 
 /// A checkpoint on disk that is not published yet.

@@ -53,7 +53,7 @@
 //! | 40 | full fine-tuning: the reference is a frozen copy of the first weights, none when beta = 0 | `start::begin` | `tests/it/params.rs` | rloo.md |
 //! | 41 | overlap: the next block is sampled by the policy before this one is trained, its old log-probs are that policy's | [`ahead`] | `an_overlapped_block_is_sampled_by_the_policy_before_the_last_block`; `tests/it/{resume,interrupt}.rs` | Noukhovitch et al. 2024 (arXiv 2410.18252) |
 //! | 42 | warm-up: cross-entropy on answers, one denominator a step, through the same head; then a fresh optimizer | `warm_up`, [`loss::cross_entropy`] | `tests/it/warm_up.rs` against torch and PEFT | Ouyang et al. 2022 (arXiv 2203.02155) |
-//! | 43 | rollout servers: old log-probs are always the trained model's own; importance weights multiply the policy's terms after the clip and before a KL penalty in the loss; a masked row keeps its reward in its siblings' baseline and its place in 1/B | [`mismatch`], `elsewhere` | `tests/it/servers.rs` | TRL's GRPOTrainer (`vllm_importance_sampling_*`) |
+//! | 43 | rollout servers: old log-probs are always the trained model's own; importance weights multiply the policy's terms after the clip and before a KL penalty in the loss; a masked row keeps its reward in its siblings' baseline and its place in 1/B | [`mismatch`], `rollouts::Rollouts::sample_on_servers` | `tests/it/servers.rs` | TRL's GRPOTrainer (`vllm_importance_sampling_*`) |
 
 pub mod advantage;
 pub mod ahead;
@@ -63,7 +63,6 @@ pub mod block;
 pub mod certificate;
 pub mod checkpoint;
 pub mod delta;
-mod elsewhere;
 pub mod error;
 mod evaluate;
 pub mod generate;

@@ -4,10 +4,9 @@
 //! d_t = old log-prob of the trained model − log-prob that the server recorded, per model token. A server that computes exactly what
 //! the trained model computes has d = 0, weights of exactly 1, and no effect on the gradient.
 
-use super::block::Block;
 use super::error::EngineError;
 use crate::event::Metrics;
-use crate::spec::{CorrectionMode, CorrectionPlan, Plan};
+use crate::spec::{CorrectionMode, CorrectionPlan};
 
 /// Mismatch in nats per token at which a job without a correction fails.
 const MAX_UNCORRECTED: f64 = 1e-3;
@@ -136,17 +135,6 @@ impl Mismatch {
             ess: 1.0 / mean(&squares),
             masked_fraction: masked as f64 / ratios.len().max(1) as f64,
         }
-    }
-
-    /// Measures a block of a job with rollout servers; `None` while old log-probs are unknown, or without servers.
-    pub(super) fn of_block(block: &Block, plan: &Plan) -> Option<Self> {
-        let rollout = plan.rollout.as_ref()?;
-        let sampled = block.rollout.recorded_logps()?;
-        let values = &block.values;
-        let is_known = values.old_logps.len() == block.len();
-        let rows = values.old_logps.iter().zip(&sampled).zip(&values.included);
-        let rows = rows.filter(|(_, included)| **included).map(|((old, sampled), _)| (&**old, &**sampled));
-        is_known.then(|| Self::of(&rollout.correction, rows))
     }
 
     /// The metrics of a step that trains a new block.

@@ -6,14 +6,14 @@ use std::time::Instant;
 
 use rlood_types::rollout::RewardSample;
 
-use super::elsewhere;
+use super::certificate;
 use super::error::EngineError;
 use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
 use super::host::{
-    BlockSampling, Host, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, RunEnd, SampledGroup,
-    ScoreRequest,
+    BlockSampling, ExportedAdapter, Host, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, RunEnd,
+    SamplePrompt, SampleRequest, SampledGroup, ScoreRequest,
 };
-use super::model::Adapter;
+use super::model::{Adapter, Policy};
 use super::random::{Key, Stream};
 use super::refill;
 use super::relief;
@@ -28,6 +28,12 @@ use crate::spec::{Estimator, Plan};
 const EVALUATION_BATCH: usize = 64;
 /// The same on rollout servers, which sample many prompts at a time.
 const SERVER_EVALUATION_BATCH: usize = 512;
+
+/// Number of probe sequences by which rollout servers are checked, and of tokens in each.
+const PROBES: usize = 4;
+const PROBE_TOKENS: usize = 48;
+/// Number of bits of a seed. JSON numbers are exact up to 2^53.
+const SEED_BITS: u32 = 53;
 
 /// Samples completions and requests their scores.
 pub(super) struct Rollouts<'r> {
@@ -185,7 +191,7 @@ impl Rollouts<'_> {
             return Ok(groups);
         }
         let mut completions = match self.plan.samples_elsewhere() {
-            true => elsewhere::sample(self, id, rows, key, sampler.temperature, self.num_generations(id))?,
+            true => self.sample_on_servers(id, rows, key, sampler.temperature)?,
             false => loop {
                 match self.generate(id, rows, key, sampler) {
                     Err(RunEnd::Failed(error)) => {
@@ -235,6 +241,49 @@ impl Rollouts<'_> {
             Some(completions) => Ok(completions),
             None => Err(self.host.stopped()),
         }
+    }
+
+    /// Samples completions for these dataset rows on rollout servers, with the exported adapter. Old log-probs are never taken from
+    /// there: the trained model computes them before training.
+    fn sample_on_servers(
+        &mut self,
+        id: RolloutId,
+        rows: &[u64],
+        key: Key,
+        temperature: f64,
+    ) -> Result<Vec<Vec<Generated>>, RunEnd> {
+        let num_generations = self.num_generations(id);
+        let (updates, step) = (self.model.optimizer.updates(), self.steps_done);
+        let known = self.model.exported.take().filter(|exported| exported.updates == updates);
+        let exported = match known {
+            Some(exported) => exported,
+            None => export(self.model, self.data, self.plan, self.scratch_dir, step)?,
+        };
+        let prompts = self.data.prompts_of(id.phase);
+        let prompt = |&row: &u64| SamplePrompt {
+            row,
+            ids: &prompts[row as usize].ids,
+            seed: seed(key.with(row), num_generations.get() as u64),
+        };
+        let prompts: Vec<SamplePrompt<'_>> = rows.iter().map(prompt).collect();
+        let sampled = self.host.sample(&SampleRequest {
+            id,
+            prompts: &prompts,
+            num_generations,
+            temperature,
+            max_completion_length: self.plan.sampling.max_completion_length as usize,
+            eos_token_ids: self.data.text.eos_token_ids(),
+            vocab_size: self.model.policy.card().config.vocab_size,
+            adapter: &exported,
+        });
+        self.model.exported = Some(exported);
+        let sampled = sampled?;
+        let whole = |completions: &Vec<Generated>| completions.len() == num_generations.get();
+        if sampled.len() != rows.len() || !sampled.iter().all(whole) {
+            let message = format!("the host sampled {} groups for {} prompts", sampled.len(), rows.len());
+            return Err(RunEnd::Failed(EngineError::Input(message)));
+        }
+        Ok(sampled)
     }
 
     /// The completions as rewards receive them, in block order.
@@ -302,6 +351,69 @@ impl Rollouts<'_> {
             _ if id.part == RolloutPart::Greedy => NonZeroUsize::MIN,
             SamplePhase::Eval => eval().unwrap_or(num_generations(self.plan)),
             SamplePhase::Train => num_generations(self.plan),
+        }
+    }
+}
+
+/// Writes the current adapter, and computes the log-probs of the probes.
+fn export(
+    model: &Model,
+    data: &Data,
+    plan: &Plan,
+    scratch_dir: &Path,
+    step: u64,
+) -> Result<ExportedAdapter, EngineError> {
+    let io = |source| EngineError::Io { path: scratch_dir.to_owned(), source };
+    std::fs::create_dir_all(scratch_dir).map_err(io)?;
+    let dir = tempfile::Builder::new().prefix(".rollout-").tempdir_in(scratch_dir).map_err(io)?;
+    let policy = &model.policy;
+    policy.save_lora(dir.path(), &plan.model.id)?;
+    let probes = probes(data, policy);
+    let logps = |adapter| {
+        let probes: Vec<&[u32]> = probes.iter().map(Vec::as_slice).collect();
+        certificate::logps(policy, &probes, adapter, &|| false)
+    };
+    let (base_logps, logps) = (logps(Adapter::Off)?, logps(Adapter::On)?);
+    let longest = |phase| data.prompts_of(phase).iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
+    let longest = longest(SamplePhase::Train).max(longest(SamplePhase::Eval));
+    // A server also reads the probes, and samples at least one token after them.
+    let longest_probe = probes.iter().map(|probe| probe.len() + 1).max().unwrap_or(0);
+    let max_tokens = (longest + plan.sampling.max_completion_length as usize).max(longest_probe);
+    Ok(ExportedAdapter { updates: model.optimizer.updates(), step, dir, max_tokens, probes, base_logps, logps })
+}
+
+/// Builds probes from the training prompts, which are joined where they are too short.
+fn probes(data: &Data, policy: &Policy) -> Vec<Vec<u32>> {
+    let prompts = data.prompts_of(SamplePhase::Train);
+    let length = PROBE_TOKENS.min(policy.card().max_position_embeddings.saturating_sub(1)).max(2);
+    let probe = |first: usize| {
+        let ids = prompts.iter().cycle().skip(first).take(PROBE_TOKENS).flat_map(|prompt| prompt.ids.iter().copied());
+        ids.take(length).collect::<Vec<u32>>()
+    };
+    (0..PROBES.min(prompts.len())).map(probe).filter(|probe| probe.len() >= 2).collect()
+}
+
+/// Returns a seed that is at least `num_generations` away from the seeds of other keys, or equal to one.
+fn seed(key: Key, num_generations: u64) -> u64 {
+    let spacing = num_generations.next_power_of_two();
+    (key.bits() >> (64 - SEED_BITS + spacing.trailing_zeros())) * spacing
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Stream;
+
+    #[test]
+    fn seeds_are_exact_in_json_and_leave_room_for_every_completion() {
+        for num_generations in [1, 4, 5, 64] {
+            let seeds: Vec<u64> =
+                (0..200).map(|row| seed(Key::new(7, Stream::Train).with(row), num_generations)).collect();
+            assert!(seeds.iter().all(|seed| seed + num_generations < 1 << SEED_BITS));
+            let mut sorted = seeds.clone();
+            sorted.sort_unstable();
+            assert!(sorted.windows(2).all(|pair| pair[1] - pair[0] >= num_generations), "{num_generations}");
+            assert_eq!(seeds[3], seed(Key::new(7, Stream::Train).with(3), num_generations));
         }
     }
 }

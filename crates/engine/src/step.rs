@@ -186,6 +186,17 @@ fn importance_weight(plan: &Plan, values: &BlockValues, sampled: &Logps, row: us
     Some(ImportanceWeight::of(correction, values.old_logps.get(row)?, sampled.get(row)?))
 }
 
+/// Measures how far rollout servers are from the trained model in a block; `None` while old log-probs are unknown, or without servers.
+fn mismatch_of(block: &Block, plan: &Plan) -> Option<Mismatch> {
+    let correction = &plan.rollout.as_ref()?.correction;
+    let sampled = block.rollout.recorded_logps()?;
+    let values = &block.values;
+    let is_known = values.old_logps.len() == block.len();
+    let rows = values.old_logps.iter().zip(&sampled).zip(&values.included);
+    let rows = rows.filter(|(_, included)| **included).map(|((old, sampled), _)| (&**old, &**sampled));
+    is_known.then(|| Mismatch::of(correction, rows))
+}
+
 /// Log-probs of weights that were never updated belong to the base model: if they are not finite, training cannot help.
 fn check_first_scores(run: &Run<'_>, scores: &[RowScore]) -> Result<()> {
     let fresh = run.model.optimizer.updates() == 0 && !run.model.is_warm_started;
@@ -224,7 +235,7 @@ fn update_weights(
 fn finish_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) -> Result<(), RunEnd> {
     count_step(run, step, cursor, update);
     let Some(block) = &run.progress.block else { return Ok(()) };
-    let mismatch = if cursor.use_index == 0 { Mismatch::of_block(block, run.plan) } else { None };
+    let mismatch = if cursor.use_index == 0 { mismatch_of(block, run.plan) } else { None };
     let mut metrics = metrics(run, block, cursor, update)?;
     metrics.extend(mismatch.iter().flat_map(Mismatch::metrics));
     let samples = match cursor.use_index {

@@ -275,6 +275,7 @@ Rule = Literal[
     "entropy_collapse",
     "slow_reward",
     "non_finite",
+    "rollout_mismatch",
     "many_restarts",
 ]
 
@@ -555,6 +556,54 @@ class RlooPlan(_RlooPlanRequired, total=False):
     reward_normalization: RewardNormalization
     soft_overlong: Optional[int]
 
+CorrectionMode = Literal["sequence_mask", "sequence_truncate", "token_mask", "token_truncate", "none"]
+
+
+class _CorrectionPlanRequired(TypedDict):
+    max: float
+    mode: CorrectionMode
+
+
+class CorrectionPlan(_CorrectionPlanRequired, total=False):
+    """The correction for servers whose log-probs differ from those of the trained model."""
+
+    min: Optional[float]
+
+RolloutEngine = Literal["vllm"]
+
+PathMapFields = TypedDict("PathMapFields", {"from": "str", "to": "str"}, total=True)
+
+
+class PathMap(PathMapFields):
+    """The beginning of a path as the worker sees it, and as a rollout server sees it."""
+
+    pass
+
+
+class _RolloutServerPlanRequired(TypedDict):
+    url: str
+
+
+class RolloutServerPlan(_RolloutServerPlanRequired, total=False):
+    """One rollout server."""
+
+    path_map: Optional[PathMap]
+
+
+class _RolloutPlanRequired(TypedDict):
+    correction: CorrectionPlan
+    engine: RolloutEngine
+    max_concurrency: int
+    servers: List[RolloutServerPlan]
+    timeout_s: int
+
+
+class RolloutPlan(_RolloutPlanRequired, total=False):
+    """The engine that samples a job's completions in place of the worker's own, and how training corrects for the difference."""
+
+    colocate: bool
+    memory_share: float
+
 ResumeGuarantee = Literal["exact", "exact_cpu", "recorded"]
 
 StopGuarantee = Literal["token", "step"]
@@ -688,6 +737,7 @@ class Plan(_PlanRequired, total=False):
     name: Optional[str]
     resources: ResourcesPlan
     reward_models: Dict[str, str]
+    rollout: Optional[RolloutPlan]
     runtime: RuntimePlan
     warm_start: Optional[WarmStartPlan]
     warm_up: Optional[WarmUpPlan]
@@ -823,6 +873,7 @@ class JobSpecDoctorRules(TypedDict, total=False):
     nothing_to_learn: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     reward_collapse: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     reward_hacking: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    rollout_mismatch: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     slow_reward: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
 
 
@@ -1672,6 +1723,38 @@ class JobSpecRloo(TypedDict, total=False):
     soft_overlong: Optional[int]
     steps_per_generation: int
 
+JobSpecRolloutServersItemPathMapFields = TypedDict("JobSpecRolloutServersItemPathMapFields", {"from": "str", "to": "str"}, total=True)
+
+
+class JobSpecRolloutServersItemPathMap(JobSpecRolloutServersItemPathMapFields):
+    """Where the server sees the worker's folder of adapters; absent = at the same path."""
+
+    pass
+
+
+class _JobSpecRolloutServersItemRequired(TypedDict):
+    url: str
+
+
+class JobSpecRolloutServersItem(_JobSpecRolloutServersItemRequired, total=False):
+    api_key: str
+    path_map: JobSpecRolloutServersItemPathMap
+
+
+class _JobSpecRolloutRequired(TypedDict):
+    engine: Literal["own", "vllm"]
+
+
+class JobSpecRollout(_JobSpecRolloutRequired, total=False):
+    """Servers that sample the completions."""
+
+    colocate: bool
+    correction: CorrectionPlan
+    max_concurrency: int
+    memory_share: float
+    servers: List[JobSpecRolloutServersItem]
+    timeout_s: int
+
 
 class JobSpecRuntime1(TypedDict, total=False):
     """The program that trains."""
@@ -1761,6 +1844,7 @@ class JobSpec(_JobSpecRequired, total=False):
     priority: int
     resources: JobSpecResources
     rloo: JobSpecRloo
+    rollout: JobSpecRollout
     runtime: Union[JobSpecRuntime1, Literal["own", "trl", "auto"]]
     sampling: GenerationRequestSampling
     training: JobSpecTraining
@@ -1788,6 +1872,7 @@ class ModelCard(_ModelCardRequired, total=False):
     """Properties of a model."""
 
     labels: List[str]
+    needs_runtime: Optional[RuntimeName]
     precision: Optional[str]
     task: ModelTask
 
