@@ -1788,6 +1788,7 @@ class ModelCard(_ModelCardRequired, total=False):
     """Properties of a model."""
 
     labels: List[str]
+    needs_runtime: Optional[RuntimeName]
     precision: Optional[str]
     task: ModelTask
 
