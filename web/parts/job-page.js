@@ -1,5 +1,5 @@
 // The top of every page of a job: its name, its state, its actions, the tabs.
-import { duration, plural } from "../core/format.js";
+import { duration } from "../core/format.js";
 import { hrefOf } from "../core/router.js";
 import { useJob, useRun } from "../core/run.js";
 import { useSignal } from "../core/signal.js";
@@ -20,21 +20,6 @@ const TABS = [
   ["/logs", "Logs"],
   ["/config", "Config"],
 ];
-
-/** The guarantees of a runtime for a job that is interrupted. */
-const GUARANTEE_TEXTS = {
-  exact: "An interrupted run ends with the same bytes.",
-  exact_cpu: "An interrupted run ends with the same bytes on the CPU. A pause takes effect at the end of a step.",
-  recorded: "An interrupted run repeats no completion, and its weights may differ in rounding. A pause takes effect at the end of a step.",
-};
-
-function describeRuntime({ runtime, plan }) {
-  return `TRL ${runtime.versions.trl ?? ""}, ${plural(plan.resources?.devices ?? 1, "process", "processes")}`;
-}
-
-function describeServers({ servers, colocate }) {
-  return colocate ? "vLLM beside training" : plural(servers.length, "vLLM server", "vLLM servers");
-}
 
 const CONNECTION_TEXTS = { lost: "Connection lost. Reconnecting…", connecting: "Connecting…", refused: "No live updates: the server refused the connection.", paused: "Live updates are paused." };
 
@@ -60,8 +45,8 @@ function JobPage({ id, tab, Content }) {
       <p class="facts">
         <${State} job=${job} /> <span>${describeActivity(job)}</span>
         <${Progress} job=${job} />
-        ${job.runtime?.name === "trl" && html`<span class="dim" title=${GUARANTEE_TEXTS[job.runtime.guarantees.resume]}>${describeRuntime(job)}</span>`}
-        ${job.plan.rollout && html`<span class="dim" title=${job.plan.rollout.servers.map((server) => server.url).join("\n")}>${describeServers(job.plan.rollout)}</span>`}
+        ${job.runtime?.name === "trl" && html`<span class="dim">trl ${job.runtime.versions.trl}, resumes ${job.runtime.guarantees.resume}</span>`}
+        ${job.plan.rollout && html`<span class="dim">vLLM: ${job.plan.rollout.servers.map((server) => server.url).join(", ") || "on this device"}</span>`}
         ${job.state === "running" && job.eta_s !== null && html`<span>about ${duration(job.eta_s)} left</span>`}
         ${CONNECTION_TEXTS[connection] && html`<span class="warn" data-connection=${connection}>${CONNECTION_TEXTS[connection]}</span>`}
       </p>

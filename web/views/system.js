@@ -96,7 +96,7 @@ function Workers({ workers, running, lastSteps }) {
         <td class="num">${count(sampled && Math.round(sampled))}</td><td class="num">${count(trained && Math.round(trained))}</td>
         <td class="num">${bytes(firstPresent(metrics, MEMORY_METRICS))}</td>
         <td>${timeAgo(worker.seen_at)}</td>
-        <td><${Id} id=${worker.id} /><div class="dim small num">process ${worker.pid}, ${plural(worker.threads, "thread")}, ${worker.version}${(worker.runtimes ?? []).map(({ runtime, versions, devices }) => `, ${runtime} ${versions[runtime] ?? ""} on up to ${plural(devices, "device")}`)}</div></td>
+        <td><${Id} id=${worker.id} /><div class="dim small num">process ${worker.pid}, ${plural(worker.threads, "thread")}, ${worker.version}${worker.runtimes?.map(({ runtime, devices }) => `, ${runtime} (${devices})`)}</div></td>
       </tr>`;
     })}<//>`}`;
 }

@@ -197,8 +197,16 @@ pub fn fingerprint_entries(files: &[FileEntry]) -> String {
     Sha256Digest::from(all).to_string()
 }
 
-/// Reads a directory with a language model of any architecture or a sequence-classification model, and returns the list of its
-/// files.
+/// Returns the ids of all tokens that end a completion, for a language model of any architecture.
+pub(crate) fn eos_token_ids_of(dir: &Path) -> Result<Vec<u32>, ModelCardError> {
+    match (read(dir), ForeignCard::read(dir)) {
+        (Ok(card), _) => Ok(card.eos_token_ids),
+        (Err(_), Ok(Some(card))) => Ok(card.eos_token_ids),
+        (Err(error), Ok(None)) | (Err(_), Err(error)) => Err(error),
+    }
+}
+
+/// Lists the files of a directory with a language model of any architecture, or with a sequence-classification model.
 ///
 /// # Errors
 /// Fails if the directory holds no model; see [`read`].

@@ -74,10 +74,10 @@ pub struct Text {
 }
 
 impl Text {
-    /// Loads the tokenizer of a model directory. Takes up to a second for a large vocabulary.
+    /// Loads the tokenizer of a language model's directory, whatever its architecture. Takes up to a second for a large vocabulary.
     pub fn load(dir: &Path) -> Result<Text, TextError> {
-        let card = super::read(dir)?;
-        Ok(Text { eos_token_ids: card.eos_token_ids, ..Text::load_classifier(dir)? })
+        let eos_token_ids = super::eos_token_ids_of(dir)?;
+        Ok(Text { eos_token_ids, ..Text::load_classifier(dir)? })
     }
 
     /// Loads the tokenizer of a sequence-classification model, like [`Text::load`]; such a model has no EOS ids.

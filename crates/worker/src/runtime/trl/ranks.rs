@@ -168,7 +168,10 @@ impl Ranks {
 impl Drop for Ranks {
     fn drop(&mut self) {
         for child in &mut self.children {
-            // The process has not been waited for by anything else, so its id belongs to it or is unused.
+            if matches!(child.try_wait(), Ok(Some(status)) if status.success()) {
+                // It ended by itself some time ago, so its id may belong to another process by now.
+                continue;
+            }
             if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
                 // A group that has ended needs no kill.
                 let _ = kill_process_group(pid, Signal::KILL);
