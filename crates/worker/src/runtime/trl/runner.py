@@ -125,11 +125,21 @@ def load_dataset(config):
 
 
 def define_trainer(link, torch):
-    """Returns the trainer's class. Two private methods of TRL 1.16 are extended, so the worker refuses other versions."""
+    """Returns the trainer's class. Three private methods of TRL 1.16 are extended, so the worker refuses other versions."""
     from trl import RLOOTrainer
 
     class JournaledTrainer(RLOOTrainer):
         """Replays the completions that the worker has recorded, and records those that it samples."""
+
+        def _get_train_sampler(self, dataset=None):
+            self.rlood_sampler = super()._get_train_sampler(dataset)
+            return self.rlood_sampler
+
+        def skip_epochs(self, number):
+            """Gives a resumed run the order of its epoch. TRL's sampler would begin again with the order of the first one."""
+            if self.rlood_sampler.shuffle:
+                for _ in range(number):
+                    torch.randperm(self.rlood_sampler.num_samples, generator=self.rlood_sampler.generator)
 
         def _generate_and_score_completions(self, inputs):
             self.rlood_rows = [example["rlood_row"] for example in inputs]
@@ -172,7 +182,9 @@ def define_callback(link, rank, started):
 
         trainer = None
 
-        def on_train_begin(self, args, state, control, model=None, **_):
+        def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **_):
+            steps_per_epoch = max(math.ceil(len(train_dataloader) / args.gradient_accumulation_steps), 1)
+            self.trainer.skip_epochs(state.global_step // steps_per_epoch)
             # ZeRO-3 leaves only a part of each parameter on a rank.
             parameters = [
                 (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad) for parameter in model.parameters()
