@@ -46,7 +46,7 @@ function JobPage({ id, tab, Content }) {
         <${State} job=${job} /> <span>${describeActivity(job)}</span>
         <${Progress} job=${job} />
         ${job.runtime?.name === "trl" && html`<span class="dim">trl ${job.runtime.versions.trl}, resumes ${job.runtime.guarantees.resume}</span>`}
-        ${job.plan.rollout && html`<span class="dim">vLLM: ${job.plan.rollout.servers.map((server) => server.url).join(", ") || "on this device"}</span>`}
+        ${job.plan.rollout && html`<span class="dim">${job.plan.rollout.servers.length || ""} vLLM</span>`}
         ${job.state === "running" && job.eta_s !== null && html`<span>about ${duration(job.eta_s)} left</span>`}
         ${CONNECTION_TEXTS[connection] && html`<span class="warn" data-connection=${connection}>${CONNECTION_TEXTS[connection]}</span>`}
       </p>
