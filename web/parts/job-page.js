@@ -23,8 +23,7 @@ const TABS = [
 
 const CONNECTION_TEXTS = { lost: "Connection lost. Reconnecting…", connecting: "Connecting…", refused: "No live updates: the server refused the connection.", paused: "Live updates are paused." };
 
-
-/** Makes a view of a job page. `Content` is the component below the tabs and receives `run` and `job`; `tab` is the end of its path. */
+/** Makes a view of a job page: `Content` is the component below the tabs, `tab` the end of its path. */
 export const jobView = (tab, Content) => ({ params }) => html`<${JobPage} id=${params.id} tab=${tab} Content=${Content} />`;
 
 function JobPage({ id, tab, Content }) {
