@@ -19,7 +19,7 @@ pub enum RuntimeError {
     NotStarted {
         /// The program that could not be started.
         program: String,
-        /// What the user can do about it.
+        /// Advice to the user, who has to install or name the program.
         remedy: &'static str,
         /// Error of the operating system.
         #[source]

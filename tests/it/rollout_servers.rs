@@ -249,7 +249,7 @@ async fn a_job_on_two_servers_is_exact_and_ends_with_the_same_bytes_after_kills_
     server = Server::start(&dir.path().join("data"), "cpu");
     assert!(outcome(&server, &job).await == expected, "another result after the service was killed");
 
-    // No server is left: the job pauses, and goes on by itself when one is back.
+    // No server is left: the job pauses, and resumes by itself when a server is back.
     vllms[0].set_down(true);
     let job = server.submit(&document).await;
     let paused = server.job_when(&job, "paused", |view| view["state"] == "paused").await;

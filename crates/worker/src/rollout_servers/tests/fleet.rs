@@ -33,7 +33,7 @@ fn logps(weights: &str, ids: &[u32]) -> Vec<f32> {
     ids.iter().skip(1).map(|id| logp(weights, *id)).collect()
 }
 
-/// What a simulated server does wrong.
+/// The faults of a simulated server.
 #[derive(Default)]
 struct Faults {
     /// Errors of the next calls of `sample` with an adapter, the last one first.
@@ -241,7 +241,7 @@ async fn sample(
     fleet.sample(&request).await
 }
 
-/// What every server must answer to the requests of [`sample`], wherever a prompt was sampled.
+/// Checks the completions that [`sample`] must return, whichever server sampled each prompt.
 fn assert_complete(groups: &[Vec<Generated>], weights: &str) {
     assert_eq!(groups.len(), 20);
     for (row, group) in groups.iter().enumerate() {

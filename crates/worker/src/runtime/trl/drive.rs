@@ -60,7 +60,7 @@ enum Rolling {
     Scored(u64, Box<Scored>),
 }
 
-/// What the ranks train, and with what.
+/// The plan, the model and the rows that the ranks train with.
 pub(super) struct Training<'a> {
     /// The plan of the job.
     pub(super) plan: &'a Plan,
@@ -404,7 +404,7 @@ impl<'a> Driver<'a> {
         if step >= self.training.plan.training.max_steps {
             return Ok(Some("save"));
         }
-        // A checkpoint of TRL does not hold the completions of a block, so there are none inside a block.
+        // A checkpoint of TRL does not hold the completions of a block, so checkpoints are written only at the end of a block.
         if !step.is_multiple_of(self.uses_per_block()) {
             return Ok(None);
         }

@@ -52,7 +52,7 @@ pub struct Environment {
     pub python: PathBuf,
     /// The source of the runner.
     pub runner: &'static str,
-    /// What the worker reports about the environment.
+    /// The facts that the worker reports about the environment.
     pub facts: RuntimeFacts,
     /// Indices of the GPUs that ranks may use; empty = the CPU.
     pub gpus: Vec<u32>,
@@ -104,7 +104,7 @@ pub enum EnvironmentError {
     NoAnswer {
         /// Path of the interpreter.
         python: PathBuf,
-        /// What it did instead.
+        /// The output or the status of the program instead.
         detail: String,
     },
     /// The value of `RLOOD_TRL_DEVICES` is not a list of GPU indices.
@@ -151,7 +151,7 @@ fn read_gpus(list: &str) -> Result<Vec<u32>, EnvironmentError> {
     gpus.map_err(|_| EnvironmentError::Devices(list.to_owned()))
 }
 
-/// Returns the directory in which `rlood runtime install trl` makes the environment unless it is told otherwise.
+/// Returns the directory in which `rlood runtime install trl` creates the environment by default.
 pub fn default_dir() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let data = absolute("XDG_DATA_HOME").or_else(|| absolute("HOME").map(|home| home.join(".local/share")))?;

@@ -55,7 +55,7 @@ pub(super) struct Ranks {
     _socket_dir: tempfile::TempDir,
 }
 
-/// What is needed to start the ranks.
+/// The settings with which the ranks are started.
 pub(super) struct Launch<'a> {
     /// The Python environment of the ranks.
     pub(super) environment: &'a Environment,
