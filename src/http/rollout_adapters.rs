@@ -47,8 +47,12 @@ async fn get_rollout_adapter_file(
     let Some(name) = FILES.into_iter().find(|name| *name == file).filter(|_| is_of_job) else {
         return Err(Problem::not_found("rollout adapter", adapter));
     };
-    let path = state.config.adapter_dir().join(&adapter).join(name);
-    let found = tokio::task::spawn_blocking(move || read(path, name)).await.map_err(Problem::internal)?;
+    let shared = state.config.adapter_dir().join(&adapter).join(name);
+    // A worker on another machine uploads its adapters. The name has the attempt.
+    let attempt = adapter.split("-a").last().and_then(|rest| rest.split('-').next()?.parse().ok()).unwrap_or(0);
+    let uploaded = state.files.rollout_adapter_file((id, attempt), &adapter, name).map_err(Problem::internal)?;
+    let found = tokio::task::spawn_blocking(move || read(shared, name).or_else(|_| read(uploaded, name)));
+    let found = found.await.map_err(Problem::internal)?;
     match found {
         Ok(download) => send_file(&method, &headers, &download).await,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {

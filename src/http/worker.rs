@@ -35,7 +35,7 @@ use super::storage::check_limit;
 use crate::config::random_token;
 use crate::digest::Sha256Digest;
 use crate::event::Event;
-use crate::files::{DataDir, FilesError};
+use crate::files::{DataDir, FilesError, StagedDone};
 use crate::id::{DatasetId, JobId, WorkerId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
@@ -73,6 +73,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .route("/worker/jobs/{id}/events", post(append_events))
         .route("/worker/jobs/{id}/checkpoints/{step}/{name}", put(upload_file))
         .route("/worker/jobs/{id}/checkpoints/{step}", post(publish_checkpoint))
+        .route("/worker/jobs/{id}/rollout-adapters/{adapter}/{name}", put(upload_rollout_adapter))
         .route("/worker/jobs/{id}/journal/{after}", get(send_journal))
         .route("/worker/jobs/{id}/journal", post(append_journal).layer(DefaultBodyLimit::max(JOURNAL_LIMIT_BYTES)))
         .route("/worker/jobs/{id}/rewards", post(store_rewards))
@@ -431,8 +432,7 @@ async fn upload_file(
 ) -> Result<StatusCode, Problem> {
     crate::protocol::check_file_name(&name).map_err(FilesError::from)?;
     state.store.claim_check(job, attempt).await?;
-    let announced: u64 =
-        request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok()).unwrap_or(0);
+    let announced = announced_bytes(&request);
     if !has_room(&state, job, announced).await? {
         return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this uploaded file"));
     }
@@ -441,6 +441,34 @@ async fn upload_file(
     if state.store.job_get(job).await?.requested.is_none() {
         check_limit(&state, StorageKind::Checkpoints, announced).await?;
     }
+    let uploaded = receive(&state, (job, attempt), request).await?;
+    state.files.checkpoint_place(uploaded, job, step, attempt, &name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Takes a file of an adapter from a worker that has no folder in common with the rollout servers' sidecars.
+async fn upload_rollout_adapter(
+    State(state): State<AppState>,
+    Path((job, adapter, name)): Path<(JobId, String, String)>,
+    Query(Fence { attempt }): Query<Fence>,
+    request: Request,
+) -> Result<StatusCode, Problem> {
+    state.store.claim_check(job, attempt).await?;
+    if !has_room(&state, job, announced_bytes(&request)).await? {
+        return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this uploaded adapter"));
+    }
+    let uploaded = receive(&state, (job, attempt), request).await?;
+    state.files.rollout_adapter_place(uploaded, (job, attempt), &adapter, &name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+fn announced_bytes(request: &Request) -> u64 {
+    let length = request.headers().get(header::CONTENT_LENGTH);
+    length.and_then(|value| value.to_str().ok()?.parse().ok()).unwrap_or(0)
+}
+
+/// Receives an uploaded file.
+async fn receive(state: &AppState, (job, attempt): (JobId, u64), request: Request) -> Result<StagedDone, Problem> {
     let mut staged = state.files.stage(FILE_LIMIT_BYTES).await?;
     let mut body = request.into_body().into_data_stream();
     while let Some(piece) = body.next().await {
@@ -448,8 +476,7 @@ async fn upload_file(
         state.workers.received.add(job, attempt, piece.len());
         staged.write(&piece).await?;
     }
-    state.files.checkpoint_place(staged.finish().await?, job, step, attempt, &name).await?;
-    Ok(StatusCode::NO_CONTENT)
+    Ok(staged.finish().await?)
 }
 
 /// Whether there is space for a checkpoint file. The reserve stays free. A checkpoint saved because the job was asked to stop may

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -295,29 +295,68 @@ async fn a_mismatch_fails_an_uncorrected_job_and_a_fork_keeps_the_keys_of_its_se
     assert!(failed["failure"]["message"].as_str().unwrap().contains("rollout.servers[].api_key"), "{failed}");
 }
 
+/// The outcome of a job whose adapters the fake server read from the sidecar's folder.
+async fn sampled_beside_vllm(server: &Server, job: &str, vllm: &Vllm) -> (Vec<u8>, Vec<Value>) {
+    let running = server.job_when(job, "step 2", |view| view["step"].as_u64() >= Some(2)).await;
+    assert_eq!(running["failure"], Value::Null);
+    let paths: Vec<String> = vllm.0.adapters.lock().unwrap().values().cloned().collect();
+    assert!(!paths.is_empty() && paths.iter().all(|path| path.contains("/beside-vllm/rlood-job_")), "{paths:?}");
+    outcome(server, job).await
+}
+
+/// Starts a sidecar between `server` and `vllm`. Returns its process and address.
+fn start_sidecar(server: &Server, vllm: &Vllm, folder: &Path) -> (Child, String) {
+    let flags = ["adapter-sidecar", "--listen", "127.0.0.1:0", "--server", &server.url, "--vllm", &vllm.0.url, "--dir"];
+    let mut command = Command::new(binary());
+    let mut sidecar = command.args(flags).arg(folder).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(sidecar.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let url = line.strip_prefix("listening on ").unwrap().trim().to_owned();
+    (sidecar, url)
+}
+
+#[tokio::test]
+async fn a_worker_without_a_shared_folder_uploads_its_adapters_for_the_sidecars() {
+    const TOKEN: &str = "the-token-of-a-worker-elsewhere";
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let server = Server::start_in(&data, "none", &[("RLOOD_WORKER_TOKEN", TOKEN)]);
+    let model = model_copy(&dir.path().join("model"));
+    register(&server, "tiny", &model).await;
+    let mut worker = Command::new(binary());
+    worker.args(["worker", "--server", &server.url, "--device", "cpu"]).env("RLOOD_WORKER_TOKEN", TOKEN);
+    let mut worker = worker.env_remove("RLOOD_ADAPTER_DIR").stdin(Stdio::null()).spawn().unwrap();
+    let vllm = Vllm::start(&model, None, 0.0).await;
+    let (mut sidecar, url) = start_sidecar(&server, &vllm, &dir.path().join("beside-vllm"));
+    let mut document = spec(&[&vllm]);
+    document["training"]["max_steps"] = json!(8);
+    document["rollout"]["servers"][0]["url"] = json!(url);
+    document["rollout"]["servers"][0]["path_map"] = json!({"from": "/", "to": "/not/there"});
+    let job = server.submit(&document).await;
+    let uploaded = data.join("staging").join(&job).join("1/rollout-adapters");
+    server.job_when(&job, "step 6", |view| view["step"].as_u64() >= Some(6)).await;
+    let kept = std::fs::read_dir(&uploaded).unwrap().count();
+    assert!((1..=4).contains(&kept), "only the newest adapters stay: {kept}");
+    sampled_beside_vllm(&server, &job, &vllm).await;
+    assert!(!uploaded.exists() && rollout_folder(dir.path()) == 0);
+    for process in [&mut worker, &mut sidecar] {
+        process.kill().unwrap();
+        process.wait().unwrap();
+    }
+}
+
 #[tokio::test]
 async fn a_sidecar_downloads_the_adapters_and_passes_on_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let (server, model) = start(dir.path()).await;
     let vllm = Vllm::start(&model, Some("the-key"), 0.0).await;
-    let folder = dir.path().join("beside-vllm");
-    let flags = ["adapter-sidecar", "--listen", "127.0.0.1:0", "--server", &server.url, "--vllm", &vllm.0.url, "--dir"];
-    let mut command = Command::new(binary());
-    let mut sidecar = command.args(flags).arg(&folder).stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(sidecar.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    let url = line.strip_prefix("listening on ").unwrap().trim().to_owned();
-
+    let (mut sidecar, url) = start_sidecar(&server, &vllm, &dir.path().join("beside-vllm"));
     let mut document = spec(&[&vllm]);
     document["rollout"]["servers"][0]["url"] = json!(url);
     // vLLM would not find the worker's folder; the sidecar does not need it.
     document["rollout"]["servers"][0]["path_map"] = json!({"from": "/", "to": "/not/there"});
     let job = server.submit(&document).await;
-    let running = server.job_when(&job, "step 2", |view| view["step"].as_u64() >= Some(2)).await;
-    assert_eq!(running["failure"], Value::Null);
-    let paths: Vec<String> = vllm.0.adapters.lock().unwrap().values().cloned().collect();
-    assert!(!paths.is_empty() && paths.iter().all(|path| path.contains("/beside-vllm/rlood-job_")), "{paths:?}");
-    let (_, metrics) = outcome(&server, &job).await;
+    let (_, metrics) = sampled_beside_vllm(&server, &job, &vllm).await;
     assert!(metrics.iter().all(|row| row["sampling/mismatch_kl"].is_null() || row["sampling/mismatch_kl"] == 0.0));
     assert!(vllm.0.adapters.lock().unwrap().is_empty());
 

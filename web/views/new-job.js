@@ -171,7 +171,7 @@ function CheckResult({ answer }) {
   const facts = [
     ["Steps", plan && count(plan.training.max_steps + (plan.warm_up?.steps ?? 0))],
     ["Completions per step", plan && count(plan.training.prompts_per_step * plan.rloo.num_generations)],
-    ["Memory", estimate?.memory_bytes && bytes(estimate.memory_bytes)],
+    ["Memory", estimate?.total_bytes && `${estimate.devices > 1 ? `${estimate.devices} × ` : ""}${bytes(estimate.total_bytes)}`],
     ["Checkpoint size", estimate?.checkpoint_bytes && bytes(estimate.checkpoint_bytes)],
   ];
   return html`<section class="panel stack" role="status"><h2 class=${valid ? "good" : "bad"}>${valid ? "✓ The job is valid" : "✕ The job is not valid"}</h2>

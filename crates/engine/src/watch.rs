@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::error::EngineError;
 use super::host::{Host, RunEnd, StopReason};
 use super::run::Progress;
-use crate::doctor::{self, Alert, Finding, OnAlert};
+use crate::doctor::{Alert, Doctor, Finding, OnAlert, RuleInput};
 use crate::event::{Event, Metrics};
 use crate::spec::Plan;
 
@@ -67,20 +67,21 @@ fn is_better(value: f64, best: f64, min_delta: f64, greater_is_better: bool) -> 
     gain > min_delta
 }
 
-/// Checks the alert rules against the metrics of a step or an evaluation, reports new alerts, and acts on them.
-pub(super) fn check_alert_rules(
-    progress: &mut Progress,
+/// Checks the alert rules against the metrics of a step or an evaluation, and reports what is new. Returns the new alert that pauses or
+/// ends the run, if there is one: one that ends it outweighs one that pauses it, and of two equal ones the first counts.
+///
+/// # Errors
+/// Fails if the host ends the run.
+pub fn report_findings(
+    doctor: &mut Doctor,
     host: &mut dyn Host,
     plan: &Plan,
-    step: u64,
-    metrics: &Metrics,
-) -> Result<(), RunEnd> {
+    (step, metrics): (u64, &Metrics),
+) -> Result<Option<Alert>, RunEnd> {
     let mut ends: Option<Alert> = None;
-    for finding in progress.state.doctor.observe(step, metrics, &doctor::RuleInput::of_plan(plan)) {
+    for finding in doctor.observe(step, metrics, &RuleInput::of_plan(plan)) {
         let event = match finding {
             Finding::Raised(alert) => {
-                // An alert that stops the run outweighs one that pauses it; of two equal actions
-                // the first alert counts.
                 if strength(alert.on_alert) > ends.as_ref().map_or(0, |alert| strength(alert.on_alert)) {
                     ends = Some(alert.clone());
                 }
@@ -91,6 +92,18 @@ pub(super) fn check_alert_rules(
         };
         host.event(event)?;
     }
+    Ok(ends)
+}
+
+/// Checks the alert rules as [`report_findings`] does, and acts on the alerts.
+pub(super) fn check_alert_rules(
+    progress: &mut Progress,
+    host: &mut dyn Host,
+    plan: &Plan,
+    step: u64,
+    metrics: &Metrics,
+) -> Result<(), RunEnd> {
+    let ends = report_findings(&mut progress.state.doctor, host, plan, (step, metrics))?;
     let Some(Alert { rule, on_alert, message, fix, .. }) = ends else { return Ok(()) };
     match on_alert {
         OnAlert::Note => Ok(()),

@@ -16,6 +16,7 @@
 //! POST /worker/jobs/{id}/events                           EventBatch    → 204
 //! PUT  /worker/jobs/{id}/checkpoints/{step}/{name}?attempt=N   bytes    → 204
 //! POST /worker/jobs/{id}/checkpoints/{step}               Publish       → Published
+//! PUT  /worker/jobs/{id}/rollout-adapters/{adapter}/{name}?attempt=N  bytes → 204; of workers without a shared folder
 //! GET  /worker/jobs/{id}/journal/{after}?attempt=N        → JournalPage
 //! POST /worker/jobs/{id}/journal                          JournalBatch  → 204, durable
 //! POST /worker/jobs/{id}/rewards                          RewardReports → 204
@@ -67,7 +68,7 @@ pub use models::ModelFiles;
 pub use rewards::*;
 
 /// Version of this protocol, including the plan. See "Protocol version" above for when to increment it.
-pub const PROTOCOL: u32 = 9;
+pub const PROTOCOL: u32 = 10;
 
 /// Idle timeout of a transfer between server and worker, on either side: the transfer ends when no byte has arrived for this long.
 /// Its total duration is not limited.

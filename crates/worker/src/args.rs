@@ -48,7 +48,7 @@ pub struct WorkerArgs {
     pub cache_limit: Option<u64>,
 
     /// Folder in which the worker publishes the adapters of jobs with rollout servers, which must see the same folder.
-    /// Default: `rollout-adapters` in --scratch-dir.
+    /// Default: the worker uploads them to the server, from where `rlood adapter-sidecar` downloads them.
     #[arg(long, env = "RLOOD_ADAPTER_DIR", value_name = "DIR")]
     pub adapter_dir: Option<PathBuf>,
 

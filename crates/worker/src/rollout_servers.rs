@@ -44,8 +44,8 @@ use crate::spec::{Plan, RewardSecrets, RolloutPlan, RolloutServerPlan, rollout_s
 use client::RolloutClient;
 use colocated::{Launch, free_port};
 use failure::failure;
-pub(crate) use fleet::Fleet;
 use fleet::Settings;
+pub(crate) use fleet::{Fleet, Upload};
 use prepare::Tolerance;
 use vllm::Vllm;
 
@@ -57,6 +57,8 @@ pub(crate) struct FleetContext<'a> {
     pub folder: PathBuf,
     pub policy: &'a OutgoingPolicy,
     pub pace: Pace,
+    /// Uploads an adapter to the server, if the folder is the worker's own.
+    pub upload: Option<Upload>,
     /// Python that has vLLM, for a server that the worker starts.
     pub vllm_python: Option<PathBuf>,
     pub device: Device,
@@ -89,6 +91,7 @@ pub(crate) fn of_plan(
         job: worker.job,
         attempt: worker.attempt,
         folder: worker.folder,
+        upload: worker.upload.filter(|_| !rollout.colocate),
         max_concurrency: rollout.max_concurrency as usize,
         timeout: Duration::from_secs(rollout.timeout_s),
         tolerance: Tolerance::of(plan.training.dtype),

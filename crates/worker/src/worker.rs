@@ -116,6 +116,8 @@ struct Worker {
     train: TrainFn,
     /// Folder in which adapters are published for rollout servers.
     adapter_dir: PathBuf,
+    /// Whether adapters for rollout servers are uploaded, because no folder was given that others read.
+    uploads_adapters: bool,
     /// Python that has vLLM, for servers that this worker starts.
     vllm_python: Option<PathBuf>,
     /// Factor on the waits of reward requests; 1 except in tests.
@@ -175,9 +177,11 @@ async fn run_worker(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
     let cache_limit = args.cache_limit.filter(|bytes| *bytes > 0);
     let trl = find_trl(&args.trl, &args.device.to_string());
     let (scratch_dir, _scratch) = scratch_dir(args.scratch_dir)?;
+    let uploads_adapters = args.adapter_dir.is_none();
     let adapter_dir = args.adapter_dir.unwrap_or_else(|| scratch_dir.join("rollout-adapters"));
     let worker = Worker {
         adapter_dir,
+        uploads_adapters,
         vllm_python: args.vllm_python,
         client: Client::new(&args.server, &args.token, args.child).map_err(WorkerError::Setting)?,
         id: args.id.unwrap_or_else(WorkerId::new),

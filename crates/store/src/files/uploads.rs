@@ -122,6 +122,44 @@ impl DataDir {
         Ok(())
     }
 
+    /// Places a file of an adapter that a worker uploaded for rollout servers. An adapter is removed when four newer ones were
+    /// uploaded, or when the attempt ends.
+    pub async fn rollout_adapter_place(
+        &self,
+        uploaded: StagedDone,
+        (job, attempt): (JobId, u64),
+        adapter: &str,
+        name: &str,
+    ) -> Result<(), FilesError> {
+        let to = self.rollout_adapter_file((job, attempt), adapter, name)?;
+        let at = to.clone();
+        let placed = tokio::task::spawn_blocking(move || {
+            let dir = at.parent().unwrap_or(&at);
+            let is_new = !dir.is_dir();
+            create_private_dir(dir)?;
+            fs::rename(uploaded.path(), &at).map_err(cannot("move a file to", &at))?;
+            uploaded.path.disarm();
+            if let Some(all) = dir.parent().filter(|_| is_new) {
+                remove_oldest(all, dir)?;
+            }
+            Ok(())
+        });
+        placed.await.unwrap_or_else(|error| Err(cannot("move a file to", &to)(io::Error::other(error))))
+    }
+
+    /// Returns the path of an uploaded adapter's file, which may not exist.
+    pub fn rollout_adapter_file(
+        &self,
+        (job, attempt): (JobId, u64),
+        adapter: &str,
+        name: &str,
+    ) -> Result<PathBuf, FilesError> {
+        check_file_name(adapter)?;
+        check_file_name(name)?;
+        let attempt = self.staging().join(job.to_string()).join(attempt.to_string());
+        Ok(attempt.join("rollout-adapters").join(adapter).join(name))
+    }
+
     fn staged_checkpoint(&self, job: JobId, step: u64, attempt: u64) -> PathBuf {
         self.staging().join(job.to_string()).join(attempt.to_string()).join(step.to_string())
     }
@@ -129,6 +167,16 @@ impl DataDir {
     fn uploads(&self) -> MutexGuard<'_, Uploads> {
         self.uploads.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Removes all but the newest uploaded adapters besides `newest`.
+fn remove_oldest(all: &Path, newest: &Path) -> Result<(), FilesError> {
+    const KEPT_BESIDES: usize = 3;
+    let changed = |dir: &PathBuf| fs::metadata(dir).and_then(|found| found.modified()).ok();
+    let mut others = entries(all)?;
+    others.retain(|dir| dir != newest);
+    others.sort_by_key(|dir| std::cmp::Reverse(changed(dir)));
+    others.iter().skip(KEPT_BESIDES).try_for_each(|dir| remove_tree(dir))
 }
 
 fn compare_size(path: &Path, file: &FileEntry) -> Result<(), FilesError> {

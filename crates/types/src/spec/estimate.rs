@@ -5,12 +5,28 @@ use std::num::NonZeroU32;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::footprint::{Footprint, Place, SAVED_BYTES, trainable_parameters};
-use super::{FieldError, MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_ON_CPU, ModelFacts, Plan, PromptLengths};
+use super::footprint::{Footprint, Place, RanksFootprint, SAVED_BYTES, rollout_server_bytes, trainable_parameters};
+use super::{FieldError, MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_ON_CPU, ModelFacts, Plan, PromptLengths, RuntimeName};
 
-/// Estimated memory and tokens of a run. Everything is computed, nothing is measured. Null = the model's sizes are not known.
+/// Estimated memory and tokens of a run. Everything is computed, nothing is measured. Null = the model's sizes are not known. Of a job
+/// with several devices, the parts are those of each device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Estimate {
+    /// The program that trains.
+    #[serde(default)]
+    pub runtime: RuntimeName,
+    /// Number of devices that train together.
+    #[serde(default)]
+    pub devices: u32,
+    /// Number of servers that sample; 0 = the program that trains also samples.
+    #[serde(default)]
+    pub rollout_servers: u32,
+    /// Memory that each of these servers needs at least, in bytes.
+    #[serde(default)]
+    pub rollout_server_bytes: Option<u64>,
+    /// Memory of the machine for the weights and moments that DeepSpeed keeps outside of the devices, for all together, in bytes.
+    #[serde(default)]
+    pub offloaded_bytes: u64,
     /// Number of weights in the base model.
     pub num_parameters: u64,
     /// Number of weights that are trained: those of the adapter, or all weights of the model.
@@ -83,9 +99,14 @@ pub(super) fn choose_micro_batch(
 ) -> Result<Estimate, FieldError> {
     let longest = limits.lengths.map(|lengths| lengths.longest);
     let places = if limits.places.is_empty() { &[Place::Cpu] } else { limits.places };
-    let limit = |place: Place| match place {
-        Place::Cpu => limits.memory_bytes,
-        Place::Cuda { .. } => place.usable_bytes(),
+    let colocated = plan.rollout.as_ref().filter(|rollout| rollout.colocate).map(|rollout| rollout.memory_share);
+    let limit = |place: Place| {
+        let limit = match place {
+            Place::Cpu => limits.memory_bytes,
+            Place::Cuda { .. } => place.usable_bytes(),
+        }?;
+        // A server on the same device has the share that the job gives it.
+        Some((limit as f64 * (1.0 - colocated.unwrap_or(0.0))) as u64)
     };
     let needs = |plan: &Plan, tokens: u32, place: Place| {
         let shape = model.shape?;
@@ -134,10 +155,19 @@ pub(super) fn choose_micro_batch(
         }
     }
     let place = places[0];
-    let footprint = needs(plan, tokens, place);
+    let ranks = model.shape.filter(|_| !plan.runtime.is_own());
+    let ranks = ranks.map(|shape| RanksFootprint::of(plan, model.num_parameters, &shape, longest));
+    let footprint = ranks.map(|ranks| ranks.each).or_else(|| needs(plan, tokens, place));
+    let rollout = plan.rollout.as_ref();
+    let of_server = rollout.and(model.shape);
     let trainable = model.shape.map(|shape| trainable_parameters(plan, model.num_parameters, &shape));
     let part = |part: fn(&Footprint) -> u64| footprint.as_ref().map(part);
     Ok(Estimate {
+        runtime: plan.runtime.name,
+        devices: plan.resources.devices,
+        rollout_servers: rollout.map_or(0, |rollout| rollout.servers.len().max(1) as u32),
+        rollout_server_bytes: of_server.map(|shape| rollout_server_bytes(plan, model.num_parameters, &shape, longest)),
+        offloaded_bytes: ranks.map_or(0, |ranks| ranks.offloaded),
         num_parameters: model.num_parameters,
         trainable_parameters: trainable,
         model_bytes: model.size_bytes,

@@ -6,6 +6,9 @@
 //! Longer than other files: one calculation, whose parts share their constants.
 
 mod device;
+mod ranks;
+
+pub use ranks::RanksFootprint;
 
 use super::{ComputeDtype, LoraPlan, ModelShape, OptimizerKind, Plan, Reference};
 
@@ -317,6 +320,7 @@ impl Footprint {
         let logits = filtered_bytes(plan, shape, rows);
         let prefill_tokens = (prompts * prompt).min(PREFILL_TOKENS.max(prompt));
         let prefill = F32 * prefill_tokens * forward_width(shape);
+        let [kv_cache, logits, prefill] = of_sampling(plan, [kv_cache, logits, prefill]);
         let rollout = kv_cache + logits.max(prefill);
 
         // Training: whole groups of one step until the micro-batch is full; each prompt is computed once.
@@ -354,6 +358,25 @@ impl Footprint {
             total: resident + phase + allocator,
         }
     }
+}
+
+/// Returns parts of a rollout's memory, which is not needed where servers sample. Evaluations are sampled by the worker in any case.
+fn of_sampling<const N: usize>(plan: &Plan, parts: [u64; N]) -> [u64; N] {
+    match plan.rollout.is_some() && plan.eval.is_none() {
+        true => [0; N],
+        false => parts,
+    }
+}
+
+/// Returns the memory that each rollout server needs, in bytes: the model, and the keys and values of its share of a rollout in 16 bits.
+pub fn rollout_server_bytes(plan: &Plan, num_parameters: u64, shape: &ModelShape, longest_prompt: Option<u64>) -> u64 {
+    let servers = plan.rollout.as_ref().map_or(1, |rollout| rollout.servers.len().max(1)) as u64;
+    let prompt = longest_prompt.unwrap_or(UNCOUNTED_PROMPT_TOKENS).max(1);
+    let block = u64::from(plan.training.prompts_per_step) * u64::from(plan.rloo.steps_per_generation);
+    let prompts = plan.rollout.as_ref().map_or(block, |rollout| block.min(u64::from(rollout.max_concurrency)));
+    let rows = prompts.div_ceil(servers) * u64::from(plan.rloo.num_generations.get());
+    let tokens = rows * (prompt + u64::from(plan.sampling.max_completion_length));
+    value_bytes(plan.training.dtype) * num_parameters + kv_token_bytes(shape, 2) * shape.num_hidden_layers * tokens
 }
 
 /// Returns the number of tokens in a micro-batch of the warm-up: whole rows until it is full, at least one row. Any of the tokens
@@ -464,6 +487,29 @@ mod tests {
         assert_eq!(bits(&plan, &stored), plain);
         plan.training.load_in_4bit = false;
         assert_eq!(bits(&plan, &stored), plain);
+    }
+
+    #[test]
+    fn where_servers_sample_the_worker_needs_no_cache() {
+        let document = serde_json::json!({
+            "model": "m", "dataset": {"records": [{"prompt": "p"}]}, "rewards": [{"type": "length"}],
+            "rollout": {"engine": "vllm", "servers": [{"url": "http://10.0.0.7:8000"}, {"url": "http://10.0.0.8:8000"}]},
+            "rloo": {"num_generations": 8}, "training": {"prompts_per_step": 1, "max_steps": 2},
+        });
+        let mut served = crate::spec::example::resolved(document);
+        served.training.prompts_per_step = 4;
+        let mut own = served.clone();
+        own.rollout = None;
+        for place in [Place::Cpu, Place::Cuda { memory_bytes: Some(40 << 30) }] {
+            let [served, own] =
+                [&served, &own].map(|plan| Footprint::on(place, plan, 1_000_000_000, &SHAPE, Some(64), 1024));
+            assert!(served.kv_cache == 0 && own.kv_cache > 0 && served.total <= own.total, "{place:?}");
+        }
+        // Two of the four prompts each, with eight completions.
+        let tokens = 2 * 8 * (64 + u64::from(served.sampling.max_completion_length));
+        let expected =
+            4_000_000_000 + 2 * 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * SHAPE.num_hidden_layers * tokens;
+        assert_eq!(rollout_server_bytes(&served, 1_000_000_000, &SHAPE, Some(64)), expected);
     }
 
     #[test]

@@ -245,13 +245,7 @@ const KEYS: &[Entry] = &[
         ONE_DEVICE,
     ),
     (
-        &[
-            "use_vllm",
-            "use_transformers_paged",
-            "use_transformers_continuous_batching",
-            "fast_inference",
-            "cache_implementation",
-        ],
+        &["use_transformers_paged", "use_transformers_continuous_batching", "fast_inference", "cache_implementation"],
         FOREIGN,
         "the worker samples with its own kernels, the same as in training; remove this key",
     ),
@@ -260,6 +254,7 @@ const KEYS: &[Entry] = &[
         FOREIGN,
         "the worker has its own kernels and reads the model's limits by itself; remove this key",
     ),
+    (&["use_vllm"], FOREIGN, VLLM),
     (&["image", "images", "image_column", "pixel_values", "video", "videos"], LATER, TEXT_ONLY),
     (
         &["scale_rewards", "loss_type", "importance_sampling_level"],
@@ -278,8 +273,11 @@ const KEYS: &[Entry] = &[
     ),
 ];
 
+/// The rollout servers of a job.
+const VLLM: &str = "use rollout {\"engine\": \"vllm\", \"servers\": [{\"url\": …}]}, or leave it out: the worker then samples with its own kernels, the same as in training";
+
 const PREFIXES: &[(&str, &str)] = &[
-    ("vllm_", "the worker samples with its own kernels, the same as in training; remove this key"),
+    ("vllm_", VLLM),
     ("bnb_", QUANTIZED),
     ("fsdp_", ONE_DEVICE),
     ("deepspeed_", ONE_DEVICE),

@@ -123,7 +123,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         totals,
         arithmetic: spec.arithmetic,
     };
-    // The estimate is that of rlood's own engine, so it refuses no job that TRL trains.
+    // The estimate of TRL's processes is not measured, so it refuses no job.
     let is_own = plan.runtime.is_own();
     let limits = Limits {
         lengths: context.datasets().filter_map(|(facts, _)| facts.prompt_lengths).max_by_key(|lengths| lengths.longest),

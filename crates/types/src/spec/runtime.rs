@@ -8,7 +8,7 @@ use super::{
 };
 
 /// The guarantees that a job gives up if TRL trains it.
-const GIVES_UP: &str = "it gives up pauses inside a step, evaluation and alerts during training, certificates, and equal bytes after an interruption on a GPU";
+const GIVES_UP: &str = "it gives up pauses inside a step, evaluation during training, certificates, and equal bytes after an interruption on a GPU";
 /// How an environment for TRL is created.
 const INSTALL: &str =
     "run `rlood runtime install trl` on the worker's machine, then restart the worker (or the server that starts it)";

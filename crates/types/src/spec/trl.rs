@@ -14,6 +14,7 @@ mod reading;
 mod rewards;
 mod runtime;
 mod schedule;
+mod vllm;
 
 use std::collections::BTreeMap;
 
@@ -155,6 +156,9 @@ pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
     let mut runtime = Map::new();
     read_precision(&keys, &mut training, &mut runtime);
     runtime::read_runtime(&keys, &mut runtime);
+    if let Some(rollout) = vllm::read_vllm(&keys) {
+        spec.insert("rollout".to_owned(), rollout);
+    }
     if !runtime.is_empty() {
         let ranks = keys.value("world_size").or_else(|| keys.value("num_processes")).and_then(Value::as_u64);
         if let Some(ranks) = ranks.filter(|ranks| *ranks > 1) {
@@ -561,12 +565,8 @@ fn write_eval(
 
 /// Reports every key that no section read as harmless, unsupported or unknown.
 fn report_remaining_keys(keys: &Keys<'_>) {
-    // A dump of a whole RLOOConfig has vLLM's settings too; with use_vllm false they have no effect.
-    let vllm_off = keys.flag("use_vllm") == Some(false);
-    if keys.flag("use_vllm") == Some(true) {
-        let entry = REFUSED.iter().find(|entry| entry.keys.contains(&"use_vllm"));
-        keys.refuse("use_vllm", entry.map_or("not supported", |entry| entry.reason));
-    }
+    // A dump of a whole RLOOConfig has vLLM's settings too; without use_vllm they have no effect.
+    let uses_vllm = keys.flag("use_vllm") == Some(true);
     let moves_reference = keys.value("sync_ref_model").is_some_and(|value| value != &json!(false));
     if moves_reference {
         let entry = REFUSED.iter().find(|entry| entry.keys.contains(&"sync_ref_model"));
@@ -587,12 +587,12 @@ fn report_remaining_keys(keys: &Keys<'_>) {
                 keys.refuse(key, entry.reason);
             }
         } else if name.starts_with(VLLM_PREFIX) {
-            match vllm_off {
-                true if is_off_value(value) => {}
-                true => keys.ignore(key, "without use_vllm this key has no effect"),
-                false => keys.refuse(
+            match uses_vllm {
+                false if is_off_value(value) => {}
+                false => keys.ignore(key, "without use_vllm this key has no effect"),
+                true => keys.refuse(
                     key,
-                    "vLLM is not used: the worker samples with its own kernels, the same as in training; remove this key",
+                    "RLOOConfig has no such key: use rollout {engine, servers, colocate, memory_share, correction}",
                 ),
             }
         } else if matches!(name, "ref_model_mixup_alpha" | "ref_model_sync_steps") {

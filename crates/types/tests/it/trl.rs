@@ -199,9 +199,48 @@ fn keys_that_only_trl_can_do_select_its_runtime() {
 }
 
 #[test]
+fn vllm_of_trl_becomes_rollout_servers() {
+    let rollout = |config: Value| {
+        let conversion = convert(&json!({"config": config, "model": "m"}), Some(100));
+        (conversion.spec["rollout"].clone(), conversion)
+    };
+    let (found, _) = rollout(json!({"use_vllm": true, "vllm_gpu_memory_utilization": 0.5}));
+    assert_eq!(found, json!({"engine": "vllm", "colocate": true, "memory_share": 0.5}));
+    let (found, conversion) = rollout(json!({"use_vllm": true, "vllm_mode": "server", "vllm_server_port": 8001}));
+    assert_eq!(found, json!({"engine": "vllm", "servers": [{"url": "http://127.0.0.1:8001"}]}));
+    assert!(conversion.warnings.iter().any(|warning| warning.code == "rollout_server"));
+    let url = "http://10.0.0.7:8000";
+    let (found, _) = rollout(json!({"use_vllm": true, "vllm_mode": "server", "vllm_server_base_url": url}));
+    assert_eq!(found["servers"], json!([{ "url": url }]));
+
+    // The whole of RLOOConfig's defaults, as a dump has them.
+    let defaults = json!({
+        "use_vllm": true, "vllm_mode": "colocate", "vllm_model_impl": "vllm", "vllm_enable_sleep_mode": false,
+        "vllm_structured_outputs_regex": null, "vllm_server_base_url": null, "vllm_server_host": "0.0.0.0",
+        "vllm_server_port": 8000, "vllm_server_timeout": 240.0, "vllm_group_port": 51216,
+        "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": null, "vllm_tensor_parallel_size": 1
+    });
+    let (_, conversion) = rollout(defaults);
+    assert!(conversion.unsupported.is_empty() && conversion.errors.is_empty(), "{conversion:?}");
+    for (key, value) in [
+        ("vllm_tensor_parallel_size", json!(2)),
+        ("vllm_model_impl", json!("transformers")),
+        ("vllm_structured_outputs_regex", json!("[0-9]+")),
+        ("vllm_importance_sampling_cap", json!(2.0)),
+    ] {
+        let (_, conversion) = rollout(json!({"use_vllm": true, key: value}));
+        assert_eq!(conversion.unsupported.iter().map(|remark| remark.key.as_str()).collect::<Vec<_>>(), [key]);
+    }
+    let (_, conversion) = rollout(json!({"use_vllm": true, "vllm_mode": "remote"}));
+    assert_eq!(conversion.errors[0].pointer, "/config/vllm_mode");
+    let (found, conversion) = rollout(json!({"use_vllm": false, "vllm_tensor_parallel_size": 4}));
+    assert!(found.is_null() && conversion.unsupported.is_empty() && conversion.ignored.len() == 1);
+}
+
+#[test]
 fn unsupported_keys_are_explained_by_name() {
     let foreign = json!({
-        "use_vllm": true, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "deepspeed": "ds_z3.json", "fsdp": "full_shard",
+        "deepspeed": "ds_z3.json", "fsdp": "full_shard",
         "fsdp_config": {"version": 2}, "sync_ref_model": true, "ref_model_sync_steps": 64, "use_qlora": true, "fp16": true,
         "optim": "adafactor", "lr_scheduler_type": "polynomial", "push_to_hub": true, "neftune_noise_alpha": 5,
         "generation_kwargs": {"num_beams": 4}, "model_init_kwargs": {"variant": "x"}, "reward_model_path": "org/rm",

@@ -26,6 +26,9 @@ pub(crate) enum FleetError {
         #[source]
         source: std::io::Error,
     },
+    /// The adapter cannot be uploaded to the server of rlood.
+    #[error("the adapter cannot be uploaded to the server: {0}")]
+    Upload(String),
 }
 
 fn waited(seconds: u64) -> String {
@@ -48,7 +51,7 @@ impl FleetError {
     pub(crate) fn pause_reason(&self) -> Option<&'static str> {
         match self {
             FleetError::Outage { .. } => Some("rollout_outage"),
-            FleetError::Unfit(_) | FleetError::Publish { .. } => None,
+            FleetError::Unfit(_) | FleetError::Publish { .. } | FleetError::Upload(_) => None,
         }
     }
 
@@ -68,6 +71,11 @@ impl FleetError {
                 FailureClass::Infra,
                 "rollout_publish",
                 "give the worker a folder that it can write to with --adapter-dir, then retry the job",
+            ),
+            FleetError::Upload(_) => (
+                FailureClass::Infra,
+                "rollout_publish",
+                "look at the server's log, or give the worker and the rollout servers a shared folder with --adapter-dir, then retry the job",
             ),
         };
         Failure { step: Some(step), ..failure(class, code, message, Some(suggestion)) }

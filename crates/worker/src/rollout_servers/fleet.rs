@@ -2,6 +2,8 @@
 //!
 //! A prompt is one request. Each goes to the usable server with the fewest requests under way; if it fails there, it goes to another
 //! server with the same seed. A server that fails is left out and asked again every 10 s; when it answers, all checks are repeated.
+//!
+//! Longer than 500 lines: one state machine, whose transitions are read together.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -39,12 +41,20 @@ const MAX_INVALID: u32 = 3;
 /// Number of unusable answers to one prompt, from any server, after which the job fails.
 const MAX_PROMPT_INVALID: u32 = 12;
 
+/// Number of uploads of one adapter after which a server that does not find it cannot serve the job.
+const MAX_UPLOADS: u32 = 2;
+
+/// Uploads the files of the adapter of this name from its directory.
+pub(crate) type Upload = Arc<dyn Fn(String, PathBuf) -> BoxFuture<'static, Result<(), String>> + Send + Sync>;
+
 /// The settings of a job's rollout servers.
 pub(super) struct Settings {
     pub job: JobId,
     pub attempt: u64,
     /// The folder that worker and servers share.
     pub folder: PathBuf,
+    /// Uploads an adapter to the server of rlood, if the folder is not shared; sidecars download it from there.
+    pub upload: Option<Upload>,
     pub max_concurrency: usize,
     /// Time without a usable server after which the job pauses.
     pub timeout: Duration,
@@ -99,7 +109,7 @@ struct Counts {
 
 /// The rollout servers of one attempt at a job.
 pub(crate) struct Fleet {
-    settings: Settings,
+    pub(super) settings: Settings,
     servers: Vec<Server>,
     /// The published adapters that servers may have, oldest first.
     versions: VecDeque<Arc<Version>>,
@@ -109,6 +119,9 @@ pub(crate) struct Fleet {
     preparations: Running,
     /// Directories of unloaded adapters, and when they may be deleted.
     retired: Vec<(Instant, PathBuf)>,
+    /// Whether the current adapter need not be uploaded, and how often it was.
+    is_uploaded: bool,
+    uploads: u32,
     notices: mpsc::UnboundedSender<Event>,
     is_waiting: watch::Sender<bool>,
     counts: Counts,
@@ -145,6 +158,8 @@ impl Fleet {
             colocated: None,
             preparations: Running::new(),
             retired,
+            is_uploaded: false,
+            uploads: 0,
             notices,
             is_waiting,
             counts: Counts::default(),
@@ -209,6 +224,7 @@ impl Fleet {
         }
         let dir = publish::publish(folder, &name, adapter.dir.path()).map_err(failed)?;
         self.retired.retain(|(_, retired)| *retired != dir);
+        (self.is_uploaded, self.uploads) = (false, 0);
         self.versions.push_back(Arc::new(Version {
             name,
             dir,
@@ -226,6 +242,18 @@ impl Fleet {
         Ok(())
     }
 
+    /// Uploads the current adapter if the server of rlood needs it and does not have it.
+    async fn upload(&mut self) -> Result<(), FleetError> {
+        let Some(upload) = self.settings.upload.clone().filter(|_| !self.is_uploaded) else { return Ok(()) };
+        let started = Instant::now();
+        let version = self.current();
+        upload(version.name.clone(), version.dir.clone()).await.map_err(FleetError::Upload)?;
+        self.is_uploaded = true;
+        self.uploads += 1;
+        self.counts.publish_seconds += started.elapsed().as_secs_f64();
+        Ok(())
+    }
+
     async fn sample_all(&mut self, requests: &[SampleOne]) -> Result<Vec<Vec<SampledOne>>, FleetError> {
         let mut done: Vec<Option<Vec<SampledOne>>> = vec![None; requests.len()];
         let mut queue: VecDeque<usize> = (0..requests.len()).collect();
@@ -235,6 +263,7 @@ impl Fleet {
         // Requests of an earlier call that a stop interrupted are over: their connections are closed, so the servers have aborted them.
         self.servers.iter_mut().for_each(|server| server.in_flight = 0);
         while done.iter().any(Option::is_none) {
+            self.upload().await?;
             self.prepare();
             self.assign(requests, &mut queue, &mut running);
             self.fail_if_unfit()?;
@@ -360,6 +389,12 @@ impl Fleet {
                     self.notify("rollout_server_back", index, message);
                 }
             }
+            // The server of rlood loses uploaded adapters when it restarts.
+            Err(ServerError::NoDirectory(why)) if self.settings.upload.is_some() && self.uploads < MAX_UPLOADS => {
+                self.is_uploaded = false;
+                self.failed(index, ServerError::Down(why));
+            }
+            Err(ServerError::NoDirectory(why)) => self.failed(index, ServerError::Unfit(why)),
             Err(error) => self.failed(index, error),
         }
     }

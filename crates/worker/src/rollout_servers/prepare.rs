@@ -14,7 +14,7 @@ const MODE_TEMPERATURE: f64 = 0.5;
 /// Waits between two attempts to load an adapter, and their number. A network file system may show a new directory late.
 const FIRST_LOAD_WAIT: Duration = Duration::from_secs(1);
 const LONGEST_LOAD_WAIT: Duration = Duration::from_secs(10);
-const MAX_LOADS: u32 = 12;
+pub(super) const MAX_LOADS: u32 = 12;
 /// Versions of vLLM whose behavior was measured.
 const KNOWN_VERSION: &str = "0.32.";
 
@@ -184,7 +184,7 @@ impl Preparation {
             match self.client.load(&self.version.name, &self.path).await {
                 Ok(()) => return Ok(()),
                 Err(ServerError::NoDirectory(why)) if attempt >= MAX_LOADS => {
-                    return Err(ServerError::Unfit(format!(
+                    return Err(ServerError::NoDirectory(format!(
                         "the server does not find {} ({why}): share the worker's folder of adapters with it (--adapter-dir, rollout.servers[].path_map), or run `rlood adapter-sidecar` beside it",
                         self.path
                     )));

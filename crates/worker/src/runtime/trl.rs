@@ -13,6 +13,7 @@
 //! | `ranks.rs` | starts the processes, reads their connections, kills them |
 //! | `start.rs` | prepares a run |
 //! | `drive.rs` | answers their questions |
+//! | `state.rs` | what a run is told and remembers |
 //! | `rollout.rs` | puts the ranks' completions together: rewards, samples, metrics |
 //! | `failure.rs` | the failures of a job |
 //! | `checkpoint.rs` | turns the trainer's checkpoints into published ones, and back |
@@ -26,9 +27,10 @@ mod message;
 mod ranks;
 mod rollout;
 mod start;
+mod state;
 #[cfg(test)]
 mod tests;
 
-pub use drive::TrlHost;
 pub use environment::Environment;
 pub use start::train;
+pub use state::TrlHost;

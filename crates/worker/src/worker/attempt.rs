@@ -35,7 +35,7 @@ use crate::reward::{RewardDeps, Rewards};
 use crate::reward_model::LocalRewardModels;
 use crate::rollout_servers::{self, Fleet, FleetContext};
 use crate::runtime::trl;
-use crate::spec::{DatasetPlan, Plan, PromptKey, eval_secret_name, prompt_key};
+use crate::spec::{DatasetPlan, Plan, PromptKey, RuntimeName, eval_secret_name, prompt_key};
 
 /// Minimum interval between two heartbeats to the server.
 const MIN_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
@@ -220,13 +220,18 @@ impl Attempt {
         let _ = graders.0.set(std::iter::once(&rewards).chain(&eval_rewards).cloned().collect());
         let reports = Reports::start(self.client.clone(), self.claim_ref, rewards.clone(), eval_rewards.clone());
         let waits_for_servers = watch::Sender::new(false);
+        // The ranks of TRL are asked to stop only by a signal, so a cancelled job need not wait for the usual interval.
+        let heartbeat = match claim.plan.runtime.name {
+            RuntimeName::Own => worker.heartbeat(),
+            RuntimeName::Trl => worker.heartbeat().min(MIN_HEARTBEAT_INTERVAL),
+        };
         let heartbeats = heartbeat_loop(
             self.client.clone(),
             self.claim_ref,
             self.stop.clone(),
             self.progress.clone(),
             rewards.clone(),
-            (worker.heartbeat(), waits_for_servers.subscribe()),
+            (heartbeat, waits_for_servers.subscribe()),
         );
         let _heartbeats = AbortOnDropHandle::new(tokio::spawn(heartbeats));
 
@@ -326,6 +331,7 @@ impl Attempt {
             job: self.claim_ref.job,
             attempt: self.claim_ref.attempt,
             folder: worker.adapter_dir.clone(),
+            upload: worker.uploads_adapters.then(|| self.upload_of_adapters()),
             policy: &self.policy(claim)?,
             pace: worker.reward_pace,
             vllm_python: worker.vllm_python.clone(),
@@ -336,6 +342,22 @@ impl Attempt {
             is_waiting,
         };
         rollout_servers::of_plan(&claim.plan, &claim.secrets, context)
+    }
+
+    /// Returns the function that uploads an adapter, its weights first.
+    fn upload_of_adapters(&self) -> rollout_servers::Upload {
+        let (client, claim_ref) = (self.client.clone(), self.claim_ref);
+        Arc::new(move |adapter: String, dir: PathBuf| {
+            let client = client.clone();
+            Box::pin(async move {
+                for name in ["adapter_model.safetensors", "adapter_config.json"] {
+                    let file = dir.join(name);
+                    let upload = || client.upload_rollout_adapter(claim_ref, &adapter, &file);
+                    with_retries(upload, ClientError::is_transient).await.map_err(|error| with_causes(&error))?;
+                }
+                Ok(())
+            })
+        })
     }
 
     /// Returns the server's policy for outgoing addresses.

@@ -212,6 +212,25 @@ impl Client {
         answer("upload", send_body(request, body, self.limits, self.received.subscribe())).await.map(drop)
     }
 
+    /// Uploads a file of an adapter for rollout servers.
+    pub(super) async fn upload_rollout_adapter(
+        &self,
+        claim_ref: ClaimRef,
+        adapter: &str,
+        file: &Path,
+    ) -> Result<(), ClientError> {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        let size_bytes = tokio::fs::metadata(file)
+            .await
+            .map_err(|source| ClientError::Disk { doing: "read an adapter", source })?
+            .len();
+        let body = file_body(file, size_bytes).await?;
+        let request = self
+            .fenced(Method::PUT, claim_ref, &["rollout-adapters", adapter, &name])
+            .header(reqwest::header::CONTENT_TYPE, "application/octet-stream");
+        answer("upload an adapter", send_body(request, body, self.limits, self.received.subscribe())).await.map(drop)
+    }
+
     pub(super) async fn dataset(
         &self,
         claim_ref: ClaimRef,

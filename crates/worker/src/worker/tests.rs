@@ -240,6 +240,7 @@ async fn attempt_with_cache(
     let scratch = tempfile::tempdir().unwrap();
     let worker = Worker {
         adapter_dir: scratch.path().join("adapters"),
+        uploads_adapters: false,
         vllm_python: None,
         client: Client::new(&server, "the-token", true).unwrap(),
         id: WorkerId::new(),

@@ -201,6 +201,7 @@ pub(super) fn footprint(
     let before = if rows < all_rows { kv_cache } else { held(0) };
     let prefill = before + widths.forward() * prefill_tokens;
     let step = (widths.forward() * rows).max((widths.stream + widths.normed) * rows + logits);
+    let [kv_cache, logits, prefill, step] = super::of_sampling(plan, [kv_cache, logits, prefill, step]);
     let rollout = prefill.max(kv_cache + step);
 
     // Training: whole groups of one step until the micro-batch is full; each prompt is computed once.

@@ -225,11 +225,6 @@ const ONE_DEVICE: &str = "rlood's own engine trains on one device: remove this k
 
 /// Keys that request something unsupported.
 pub(super) const REFUSED: &[Refused] = &[
-    Refused {
-        keys: &["use_vllm"],
-        off: &[],
-        reason: "the worker samples with its own kernels, the same as in training (so the first ratio is exactly 1): remove use_vllm and every vllm_* key",
-    },
     Refused { keys: &["use_qlora"], off: &[], reason: NO_QUANTIZATION },
     Refused {
         keys: &["fsdp", "fsdp_config", "parallelism_config"],
@@ -339,4 +334,8 @@ pub(super) const READ: &[&str] = &[
     "num_processes",
     "load_in_8bit",
     "deepspeed",
+    "use_vllm",
+    "vllm_mode",
+    "vllm_server_base_url",
+    "vllm_gpu_memory_utilization",
 ];

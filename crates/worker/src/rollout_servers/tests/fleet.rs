@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, watch};
 use super::super::client::{Inventory, Reply, RolloutClient, SampleOne, SampledOne, ServerError};
 use super::super::failure::FleetError;
 use super::super::fleet::{Fleet, Settings};
-use super::super::prepare::Tolerance;
+use super::super::prepare::{MAX_LOADS, Tolerance};
 use super::super::publish;
 use crate::engine::host::{ExportedAdapter, Generated, SamplePrompt, SampleRequest};
 use crate::event::{Event, FinishReason};
@@ -192,6 +192,7 @@ fn fleet(
         timeout: Duration::from_millis(400),
         tolerance: Tolerance::of(ComputeDtype::F32),
         colocated: None,
+        upload: None,
         pace: Pace::new(0.002).unwrap(),
     };
     (Fleet::new(settings, clients.collect(), sender, waiting), notices, is_waiting)
@@ -427,6 +428,30 @@ async fn a_new_attempt_unloads_what_the_last_one_left_and_nothing_of_other_jobs(
 }
 
 #[tokio::test]
+async fn an_adapter_is_uploaded_once_and_again_only_after_it_could_not_be_loaded() {
+    let mut job = job(1);
+    let uploads = Arc::new(Mutex::new(Vec::new()));
+    let noted = uploads.clone();
+    job.fleet.settings.upload = Some(Arc::new(move |name, _| {
+        noted.lock().unwrap().push(name);
+        async { Ok(()) }.boxed()
+    }));
+    for _ in 0..2 {
+        job.sample(&adapter(1, "a")).await.unwrap();
+    }
+    assert_eq!(uploads.lock().unwrap().len(), 1);
+    let missing = || ServerError::NoDirectory("No adapter found for b".to_owned());
+    job.servers[0].faults.lock().unwrap().load.extend((0..MAX_LOADS).map(|_| missing()));
+    job.sample(&adapter(2, "b")).await.unwrap();
+    let named = uploads.lock().unwrap().clone();
+    assert!(named.len() == 3 && named[1] == named[2] && named[1].contains("-s2-"), "{named:?}");
+
+    job.fleet.settings.upload = Some(Arc::new(|_, _| async { Err("the disk is full".to_owned()) }.boxed()));
+    let error = job.sample(&adapter(3, "c")).await.unwrap_err();
+    assert!(matches!(&error, FleetError::Upload(why) if why == "the disk is full"), "{error}");
+}
+
+#[tokio::test]
 async fn a_folder_outside_of_the_mapped_one_is_an_error_with_its_remedy() {
     let (folder, job) = (tempfile::tempdir().unwrap(), JobId::new());
     let map = PathMap { from: "/somewhere/else".to_owned(), to: "/adapters".to_owned() };
@@ -439,6 +464,7 @@ async fn a_folder_outside_of_the_mapped_one_is_an_error_with_its_remedy() {
         timeout: Duration::from_millis(200),
         tolerance: Tolerance::of(ComputeDtype::Bf16),
         colocated: None,
+        upload: None,
         pace: Pace::new(0.01).unwrap(),
     };
     let client = Arc::<Simulated>::default() as Arc<dyn RolloutClient>;

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::digest::Sha256Digest;
+use crate::doctor::Doctor;
 use crate::engine::checkpoint::{MANIFEST, plan_sha256};
 use crate::engine::error::EngineError;
 use crate::protocol::{FileEntry, check_file_name};
@@ -32,6 +33,9 @@ struct Manifest {
     ranks: usize,
     plan_sha256: String,
     files: Vec<FileEntry>,
+    /// The state of the alert rules after the step.
+    #[serde(default)]
+    doctor: Doctor,
 }
 
 fn io(path: &Path) -> impl FnOnce(std::io::Error) -> EngineError {
@@ -49,6 +53,7 @@ pub(super) fn prepare(
     dir: &Path,
     plan: &Plan,
     (step, ranks, model_name): (u64, usize, &str),
+    doctor: &Doctor,
 ) -> Result<Vec<FileEntry>, EngineError> {
     for name in DROPPED {
         match fs::remove_file(dir.join(name)) {
@@ -70,8 +75,14 @@ pub(super) fn prepare(
         return Err(EngineError::Checkpoint(format!("the trainer wrote no weights at step {step}")));
     }
     let mut files = names.iter().map(|name| entry(dir, name)).collect::<Result<Vec<_>, _>>()?;
-    let manifest =
-        Manifest { format: FORMAT.to_owned(), step, ranks, plan_sha256: plan_sha256(plan), files: files.clone() };
+    let manifest = Manifest {
+        format: FORMAT.to_owned(),
+        step,
+        ranks,
+        plan_sha256: plan_sha256(plan),
+        files: files.clone(),
+        doctor: doctor.clone(),
+    };
     let bytes = serde_json::to_vec_pretty(&manifest).map_err(|error| unreadable(MANIFEST, &error))?;
     let path = dir.join(MANIFEST);
     let mut file = File::create(&path).map_err(io(&path))?;
@@ -126,11 +137,12 @@ fn entry(dir: &Path, name: &str) -> Result<FileEntry, EngineError> {
     Ok(FileEntry { name: name.to_owned(), size_bytes, sha256 })
 }
 
-/// Checks a downloaded checkpoint and gives it the trainer's folders. The claim has verified the hashes of its files.
+/// Checks a downloaded checkpoint and gives it the trainer's folders. The claim has verified the hashes of its files. Returns its step
+/// and the state of the alert rules after that.
 ///
 /// # Errors
 /// Fails for a checkpoint of another plan, runtime or number of ranks.
-pub(super) fn restore(dir: &Path, plan: &Plan, ranks: usize) -> Result<u64, EngineError> {
+pub(super) fn restore(dir: &Path, plan: &Plan, ranks: usize) -> Result<(u64, Doctor), EngineError> {
     let path = dir.join(MANIFEST);
     let bytes = fs::read(&path).map_err(io(&path))?;
     let manifest: Manifest = serde_json::from_slice(&bytes).map_err(|error| {
@@ -153,5 +165,5 @@ pub(super) fn restore(dir: &Path, plan: &Plan, ranks: usize) -> Result<u64, Engi
             fs::rename(dir.join(&name), folder.join(file)).map_err(io(&folder))?;
         }
     }
-    Ok(manifest.step)
+    Ok((manifest.step, manifest.doctor))
 }

@@ -1,6 +1,6 @@
 //! Answers the questions of the ranks, until the training is over.
 //!
-//! A question is answered when every rank has asked it. The answers come from the [`Host`], as for rlood's own engine.
+//! A question is answered when every rank has asked it. The answers come from the [`Host`](crate::engine::host::Host), as for rlood's own engine.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -13,12 +13,15 @@ use super::failure::{failed, failure, shortened};
 use super::message::{Message, PROTOCOL, Part};
 use super::ranks::{Incoming, Ranks};
 use super::rollout::{Scored, check_rows, groups_of, recorded_parts, reward_samples, trainer_metrics};
+use super::state::{Peer, Rolling, TrlHost};
+use crate::doctor::{Alert, Doctor, OnAlert};
 use crate::engine::error::EngineError;
-use crate::engine::host::{Host, RunEnd, SavedCheckpoint, ScoreRequest, StopReason};
+use crate::engine::host::{RunEnd, SavedCheckpoint, ScoreRequest, StopReason};
 use crate::engine::prompts::TokenizedPrompt;
 use crate::engine::text::Text;
+use crate::engine::watch;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
-use crate::rollout::{RolloutId, SampledGroup};
+use crate::rollout::RolloutId;
 use crate::spec::Plan;
 
 /// How often stops, ended processes and time limits are checked.
@@ -27,38 +30,6 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum length of a sampler's state as JSON, in bytes.
 const MAX_SAMPLER_BYTES: usize = 64 << 10;
-
-/// A host that also records the state of each rank's sampler.
-pub trait TrlHost: Host {
-    /// Returns the completions of a rollout that an earlier attempt sampled, and the samplers' states after it.
-    fn recorded_by_ranks(&mut self, id: RolloutId) -> Option<(Vec<SampledGroup>, Vec<Value>)>;
-
-    /// Records newly sampled completions and the samplers' states after them.
-    ///
-    /// # Errors
-    /// Fails if the journal cannot be written.
-    fn sampled_by_ranks(&mut self, id: RolloutId, groups: &[SampledGroup], samplers: &[Value]) -> Result<(), RunEnd>;
-}
-
-/// The state of a rank's connection.
-#[derive(Default)]
-struct Peer {
-    rank: Option<usize>,
-    is_loaded: bool,
-    is_ready: bool,
-    /// The question that waits for its answer, and when it was asked.
-    asked: Option<(Message, Instant)>,
-    is_done: bool,
-}
-
-/// The rollout of the current step.
-enum Rolling {
-    None,
-    /// Sampled, and not scored yet.
-    Sampled(u64, Vec<SampledGroup>),
-    /// Scored. Its samples are reported with the metrics of its first step.
-    Scored(u64, Box<Scored>),
-}
 
 /// The plan, the model and the rows that the ranks train with.
 pub(super) struct Training<'a> {
@@ -76,6 +47,8 @@ pub(super) struct Training<'a> {
     pub(super) model_name: &'a str,
     /// Number of optimizer steps that are done already.
     pub(super) steps_done: u64,
+    /// The state of the alert rules after these steps.
+    pub(super) doctor: Doctor,
 }
 
 /// Answers the questions of the ranks of one run.
@@ -94,6 +67,8 @@ pub(super) struct Driver<'a> {
     metrics: Metrics,
     /// When a pause or a shutdown was first seen.
     stop_seen: Option<Instant>,
+    /// The pause that an alert asks for. It takes effect at the end of the next block.
+    alerted: Option<StopReason>,
     /// The reason for which the ranks were told to save and stop.
     pausing: Option<StopReason>,
     started: Instant,
@@ -114,6 +89,7 @@ impl<'a> Driver<'a> {
             training,
             metrics: Metrics::new(),
             stop_seen: None,
+            alerted: None,
             pausing: None,
             started: Instant::now(),
             last_message: Instant::now(),
@@ -408,7 +384,7 @@ impl<'a> Driver<'a> {
         if !step.is_multiple_of(self.uses_per_block()) {
             return Ok(None);
         }
-        if let Some(reason) = self.host.stop() {
+        if let Some(reason) = self.host.stop().or_else(|| self.alerted.take()) {
             self.pausing = Some(reason);
             return Ok(Some("pause"));
         }
@@ -438,7 +414,22 @@ impl<'a> Driver<'a> {
             self.host.event(Event::Samples { samples })?;
         }
         self.metrics = metrics.clone();
-        self.host.event(Event::Step { step, kind: SamplePhase::Train, metrics })
+        self.host.event(Event::Step { step, kind: SamplePhase::Train, metrics })?;
+        self.check_alert_rules(step)
+    }
+
+    fn check_alert_rules(&mut self, step: u64) -> Result<(), RunEnd> {
+        let Training { plan, doctor, .. } = &mut self.training;
+        let ends = watch::report_findings(doctor, self.host, plan, (step, &self.metrics))?;
+        let Some(Alert { rule, on_alert, message, fix, .. }) = ends else { return Ok(()) };
+        match on_alert {
+            OnAlert::Note => {}
+            OnAlert::Pause => {
+                self.alerted = Some(StopReason::Pause { reason: Some(format!("alert:{}", rule.as_str())) });
+            }
+            OnAlert::Stop => return Err(EngineError::Alert { rule, step, message, fix }.into()),
+        }
+        Ok(())
     }
 
     fn publish(&mut self, step: u64) -> Result<(), RunEnd> {
@@ -446,7 +437,8 @@ impl<'a> Driver<'a> {
             return Err(failed(format!("the ranks saved step {step} after step {}", self.steps_done)));
         }
         let dir = self.training.output_dir.join(format!("checkpoint-{step}"));
-        let files = checkpoint::prepare(&dir, self.training.plan, (step, self.count, self.training.model_name))?;
+        let of = (step, self.count, self.training.model_name);
+        let files = checkpoint::prepare(&dir, self.training.plan, of, &self.training.doctor)?;
         let last = step >= self.training.plan.training.max_steps;
         let saved = SavedCheckpoint { dir: &dir, step, files: &files, metrics: &self.metrics, last };
         self.host.saved(&saved)?;

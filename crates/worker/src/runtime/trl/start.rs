@@ -6,10 +6,11 @@ use serde_json::Value;
 
 use super::checkpoint;
 use super::config::{Setup, dataset_lines, deepspeed_config, runner_config};
-use super::drive::{Driver, Training, TrlHost};
+use super::drive::{Driver, Training};
 use super::environment::Environment;
 use super::failure::not_started;
 use super::ranks::{Launch, Ranks};
+use super::state::TrlHost;
 use crate::engine::error::EngineError;
 use crate::engine::host::{RunEnd, TrainInput};
 use crate::engine::prompts;
@@ -39,7 +40,8 @@ pub fn train(
     write(&dataset, dataset_lines(&input.rows).as_bytes())?;
     let context = context_tokens(input.model_dir);
     let prompts = prompts::tokenize(&text, input.rows, &plan.sampling, context)?;
-    let steps_done = input.resume.as_deref().map_or(Ok(0), |resume| checkpoint::restore(resume, plan, count))?;
+    let resumed = input.resume.as_deref().map(|resume| checkpoint::restore(resume, plan, count)).transpose()?;
+    let (steps_done, doctor) = resumed.unwrap_or_default();
     let deepspeed = match deepspeed_config(plan) {
         Some(config) => {
             let path = dir.join("deepspeed.json");
@@ -78,6 +80,7 @@ pub fn train(
             output_dir,
             model_name: input.model_name,
             steps_done,
+            doctor,
         },
         ranks,
     )

@@ -11,7 +11,7 @@ use super::environment::{Environment, Limits};
 use super::{TrlHost, train};
 use crate::engine::error::EngineError;
 use crate::engine::host::{Host, PromptRow, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason, TrainInput};
-use crate::event::Event;
+use crate::event::{Event, OnAlert, Rule};
 use crate::rollout::{RewardValue, RolloutId, SampledGroup};
 use crate::spec::{Plan, ResourcesPlan, RuntimeFacts, RuntimeName};
 
@@ -69,6 +69,7 @@ struct Recorder {
     scored: Vec<u64>,
     steps: Vec<u64>,
     warnings: Vec<String>,
+    alerts: Vec<(Rule, u64)>,
     advantages: Vec<Option<f64>>,
     /// Files of the newest checkpoint, with its step.
     saved: Option<(u64, BTreeMap<String, Vec<u8>>)>,
@@ -106,6 +107,7 @@ impl Host for Recorder {
                 assert!(samples.iter().all(|sample| sample.rewards.contains_key("length")));
             }
             Event::Warning { code, .. } => self.warnings.push(code),
+            Event::Alert { alert } => self.alerts.push((alert.rule, alert.step)),
             _ => {}
         }
         Ok(())
@@ -250,6 +252,36 @@ fn a_pause_saves_the_end_of_the_step_and_a_cancel_kills_the_ranks() {
 }
 
 #[test]
+fn an_alert_is_reported_once_and_pauses_or_ends_the_run() {
+    let with = |on_alert| {
+        let mut plan = misbehaving("kl");
+        plan.training.max_steps = 6;
+        plan.doctor.on_alert = on_alert;
+        plan
+    };
+    let mut host = Recorder::default();
+    run(&with(OnAlert::Note), &environment(), &mut host).unwrap();
+    assert_eq!((host.alerts[0], host.steps.len()), ((Rule::KlExplosion, 3), 6));
+
+    let mut host = Recorder::default();
+    let ended = run(&with(OnAlert::Stop), &environment(), &mut host);
+    let rule = Rule::KlExplosion;
+    assert!(
+        matches!(ended, Err(RunEnd::Failed(EngineError::Alert { rule: of, step: 3, .. })) if of == rule),
+        "{ended:?}"
+    );
+
+    let mut host = Recorder::default();
+    let ended = run(&with(OnAlert::Pause), &environment(), &mut host);
+    let reason = Some("alert:kl_explosion".to_owned());
+    assert!(matches!(&ended, Err(RunEnd::Stopped(StopReason::Pause { reason: why })) if *why == reason), "{ended:?}");
+    assert_eq!(host.saved.as_ref().map(|(step, _)| *step), Some(4), "a pause takes effect at the end of the next step");
+    run(&with(OnAlert::Pause), &environment(), &mut host).unwrap();
+    let times = host.alerts.iter().filter(|(of, _)| *of == rule).count();
+    assert_eq!(times, 1, "a resumed run remembers its alerts");
+}
+
+#[test]
 fn ranks_that_die_or_wait_for_each_other_are_killed_and_the_job_is_tried_again() {
     for (mode, text) in [
         ("hang", "rank 1 is silent, and the others have waited"),
@@ -313,10 +345,10 @@ fn an_environment_says_what_is_installed_and_what_is_missing() {
         std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         path
     };
-    let good = script("good", "#!/bin/sh\necho '{\"trl\": \"1.16.2\", \"bitsandbytes\": \"0.50\"}'\n");
+    let good = script("good", "#!/bin/sh\necho trl 1.16.2; echo bitsandbytes 0.50\n");
     let found = Environment::probe(good, vec![0, 3]).unwrap();
     assert!(found.facts.is_usable() && found.facts.extras == ["quantized"] && found.facts.devices == 2);
-    let old = Environment::probe(script("old", "#!/bin/sh\necho '{\"trl\": \"1.17.0\"}'\n"), Vec::new()).unwrap();
+    let old = Environment::probe(script("old", "#!/bin/sh\necho trl 1.17.0\n"), Vec::new()).unwrap();
     assert!(!old.facts.is_usable() && old.describe().contains("cannot drive"), "{}", old.describe());
     for (path, text) in [
         (script("bad", "#!/bin/sh\nexit 3\n"), "exit status: 3"),

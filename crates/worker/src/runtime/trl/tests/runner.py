@@ -114,7 +114,8 @@ while done < rloo["max_steps"]:
     if rank == 0:
         advantages = [float(place) for place in range(of_rank * world)]
         loss = None if mode == "nan" and step == 2 else 0.5
-        tell("metrics", step=done, values={"loss": loss, "grad_norm": 1.0, "surprise": 3.0}, advantages=advantages)
+        kl = 10.0 if mode == "kl" else 0.01
+        tell("metrics", step=done, values={"loss": loss, "grad_norm": 1.0, "kl": kl, "surprise": 3.0}, advantages=advantages)
     if decision in ("save", "pause"):
         directory = f"{config['output_dir']}/checkpoint-{done}"
         os.makedirs(f"{directory}/global_step{done}", exist_ok=True)
