@@ -39,6 +39,14 @@ serving() {
     tests/serving/run.sh
 }
 
+section vllm "python3 with venv, PyPI, 8 GB of disk, 6 GB of memory" \
+    crates/engine/src/rollouts.rs crates/engine/src/mismatch.rs crates/worker/src/rollout_servers crates/worker/src/rollout_servers.rs \
+    tests/fixtures/vllm tests/vllm
+vllm() {
+    cargo build --release --locked
+    tests/vllm/run.sh target/release/rlood
+}
+
 section trl "Python 3.11 with venv, PyPI, 8 GB of disk" \
     crates/worker/src/runtime crates/worker/src/runtime.rs tests/trl
 trl() {
