@@ -16,6 +16,7 @@ mod compare;
 mod contract;
 mod cookie;
 pub mod dataset_downloads;
+mod dataset_images;
 mod dataset_preview;
 mod dataset_ranges;
 mod dataset_sources;
@@ -218,6 +219,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(artifacts::routes())
         .merge(rollout_adapters::routes())
         .merge(datasets::routes())
+        .merge(dataset_images::routes())
         .merge(adapters::routes())
         .merge(models::routes())
         .merge(rewards::routes())

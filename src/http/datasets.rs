@@ -150,6 +150,9 @@ struct DatasetForm {
     name: Option<String>,
     /// How to convert each row, as JSON: `{map, limit, seed}`.
     mapping: Option<Recipe>,
+    /// A zip with the images that rows name: `{"images": [{"file": "a/b.png"}]}`.
+    #[schema(value_type = Option<String>, format = Binary)]
+    images: Option<Vec<u8>>,
 }
 
 /// Upload or import a dataset.
@@ -164,6 +167,11 @@ struct DatasetForm {
 /// format from the content. Send JSON to use a dataset on the hub: `{"hub": "openai/gsm8k", "config": "main", "map": {"prompt":
 /// "question"}}`. A mapping (the form field `mapping`, or the keys of the query) uses another column as the
 /// prompt, and filters rows.
+///
+/// Rows may have images, for vision-language models: `images: [{"bytes_b64": "…"}]`, or `[{"file": "a/b.png"}]` with a zip in the form
+/// field `images`. PNG, JPEG, WebP and GIF are accepted. The stored rows have `{sha256, media_type, width, height}` in their place;
+/// `GET /datasets/{id}/images/{sha256}` returns the image. Links, absolute names and `..` in a zip are rejected, and so are images of more
+/// than 16 MiB or 50 million pixels.
 ///
 /// A hub dataset whose files arrive within five seconds is stored during the request. Otherwise the server downloads it afterwards
 /// (202, state `downloading`); jobs may refer to it meanwhile and start when it is stored. Send a hub token for this request in the

@@ -31,4 +31,4 @@ mod tests;
 
 pub use drive::TrlHost;
 pub use environment::Environment;
-pub use start::train;
+pub use start::{IMAGES_DIR, train};

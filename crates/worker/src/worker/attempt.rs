@@ -376,6 +376,7 @@ impl Attempt {
         }
         let models = self.find_models(worker, claim).await?;
         let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
+        self.fetch_images(claim.plan.dataset.id, &rows, scratch).await?;
         let eval_rows = match &claim.plan.eval {
             // If `eval.fraction` is set, the engine takes the evaluation rows from the training rows, so none are downloaded.
             Some(eval) if eval.fraction.is_some() => Vec::new(),
