@@ -281,7 +281,8 @@ fn keys_of_other_trainers_are_refused_by_name() {
         refused(&format!("/{key}"), json!(1), "foreign_key", &[key, words]);
         refused(&format!("/rloo/{key}"), json!(1), "foreign_key", &[key, words]);
     }
-    refused("/images", json!("x"), "unsupported", &["text only"]);
+    refused("/images", json!("x"), "unsupported", &["POST /datasets", "runtime \"trl\""]);
+    refused("/videos", json!("x"), "unsupported", &["videos cannot be used"]);
 }
 
 #[test]
