@@ -62,6 +62,7 @@ pub mod samples;
 pub mod schemas;
 pub mod session;
 pub mod sparklines;
+mod staged_images;
 pub mod storage;
 pub mod submit;
 pub mod summary;

@@ -13,11 +13,11 @@ use tokio::sync::mpsc;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_images::StagedImages;
 use super::dataset_ranges::ranged;
 use super::error::{Code, Problem, shortened};
 use super::models::hub::{self, client};
 use super::rows::{WRITE_BYTES, check_disk, read_rows, rejected};
+use super::staged_images::StagedImages;
 use super::storage::check_limit;
 use crate::data::{CannotChoose, Chosen, NOT_FETCHED, Options, Preview, Source, choose, convert, preview};
 use crate::dataset::{Format, Reader, Recipe, Rejected, Summary};

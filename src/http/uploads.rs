@@ -16,11 +16,11 @@ use utoipa::IntoParams;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_images::StagedImages;
 use super::dataset_sources::{Files, PREVIEW_BYTES, fetch_start, uploaded, written};
 use super::error::{Code, Problem, shortened};
 use super::extract::{announced_bytes, body_fault, body_problem, media_type};
 use super::rows::{UPLOAD_DEADLINE, WRITE_BYTES, check_disk, read_rows, too_large};
+use super::staged_images::StagedImages;
 use crate::dataset::{Format, Reader, Recipe, Summary};
 use crate::files::StagedDone;
 use crate::spec::HubDataset;
@@ -167,15 +167,22 @@ async fn read_upload<E>(
     let Upload { name, format, recipe, start, purpose } = upload;
     let is_streamed = purpose == Purpose::Store && recipe.is_plain() && !is_packed(&start);
     if let Some(format) = format.filter(|_| is_streamed) {
-        let images = StagedImages::new(state, purpose).await?;
+        let images = staged_images(state, purpose).await?;
         let reader = Reader::new(format).with_images(images.sink());
         let (summary, staged) = read_rows(state, reader, name.as_deref(), pieces, failed).await?;
         let (staged, _) = images.finish(state, staged).await?;
         return Ok(SentRows::Ready(summary, staged));
     }
     let staged = store_raw(state, pieces, failed, enough(purpose, &start)).await?;
-    let images = StagedImages::new(state, purpose).await?;
+    let images = staged_images(state, purpose).await?;
     Ok(SentRows::Files(Box::new(uploaded(name.as_deref(), format, staged, images)), recipe))
+}
+
+async fn staged_images(state: &AppState, purpose: Purpose) -> Result<StagedImages, Problem> {
+    match purpose {
+        Purpose::Store => StagedImages::in_directory(state).await,
+        Purpose::Preview => Ok(StagedImages::checked_only(state)),
+    }
 }
 
 /// Writes an upload to a file as it arrives, limited only by the disk.
@@ -319,7 +326,7 @@ async fn read_form(
     };
     // A zip is unpacked on the thread that converts rows.
     let is_plain = recipe.is_plain() && purpose == Purpose::Store && !is_packed && zip.is_none();
-    let mut images = StagedImages::new(state, purpose).await?;
+    let mut images = staged_images(state, purpose).await?;
     if let Some(zip) = zip {
         images.open_zip(state, zip).await?;
     }
