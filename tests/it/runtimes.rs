@@ -180,9 +180,9 @@ async fn images_need_trl_and_a_model_that_reads_them_and_reach_workers_and_rewar
         (job["model"], job["dataset"]) = (json!(model), json!({"id": dataset}));
         job
     };
-    let own = server.post("/jobs", with("plain", "own")).await;
+    let own = server.post("/jobs", with("chat", "own")).await;
     assert_eq!(codes(&own.body), [("/dataset", "needs_runtime")], "{}", own.text);
-    assert!(own.text.contains("the dataset has images") && own.text.contains("trl"), "{}", own.text);
+    assert!(own.text.contains("the job trains on images") && own.text.contains("trl"), "{}", own.text);
     let blind = server.post("/jobs", with("writer", "trl")).await;
     assert_eq!(codes(&blind.body), [("/model", "reads_no_images")], "{}", blind.text);
     let missing = server.post("/jobs", with("reader", "trl")).await;

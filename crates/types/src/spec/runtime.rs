@@ -54,7 +54,7 @@ fn only_trl(spec: &JobSpec, context: &Context) -> Vec<(&'static str, String)> {
         found.push(("/model", format!("the job trains a model of the architecture '{architecture}'")));
     }
     let with_images = context.datasets().filter(|(facts, _)| facts.has_images());
-    found.extend(with_images.map(|(_, at)| (at, "the dataset has images".to_owned())));
+    found.extend(with_images.map(|(_, at)| (at, "the job trains on images".to_owned())));
     if spec.resources.devices > 1 {
         found.push(("/resources/devices", format!("the job asks for {} devices", spec.resources.devices)));
     }
