@@ -145,7 +145,7 @@ class Server:
         return until(ended, limit)
 
     def warnings(self, id):
-        with urllib.request.urlopen(f"{self.url}/jobs/{id}/log", timeout=60) as response:
+        with urllib.request.urlopen(f"{self.url}/jobs/{id}/logs", timeout=60) as response:
             return response.read().decode()[-3000:]
 
     def files(self, id):
@@ -441,9 +441,8 @@ def check_images(_, reward, python, folder, binary):
         print(f"figure: Qwen2.5-VL with random weights, {made.stdout.strip().splitlines()[-1]}, {card['needs_runtime']}")
 
         def job(devices, **changes):
-            fields = {"model": "vlm", "dataset": {"id": dataset}, "lora": {"dropout": 0.0}}
-            fields["training"] = {"shuffle_dataset": False}
-            return job_of(reward, devices, **{**fields, **changes})
+            fields = {"model": "vlm", "lora": {"dropout": 0.0}, "training": {"shuffle_dataset": False}}
+            return {**job_of(reward, devices, **{**fields, **changes}), "dataset": {"id": dataset}}
 
         status, answer = server.call("POST", "/jobs", job(1, model="tiny", runtime="own"))
         assert status == 422 and [error["code"] for error in answer["errors"]] == ["needs_runtime"], answer

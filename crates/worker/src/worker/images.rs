@@ -18,19 +18,19 @@ use crate::runtime::trl::IMAGES_DIR;
 const CONCURRENT: usize = 8;
 
 impl Attempt {
-    /// Downloads each image of the rows once, into the folder `images` of the attempt's directory. The name of a file is its SHA-256.
+    /// Downloads each image of the rows once, into the folder `images` of the engine's directory. The name of a file is its SHA-256.
     pub(super) async fn fetch_images(
         &self,
         dataset: DatasetId,
         rows: &[PromptRow],
-        scratch: &Path,
+        engine_dir: &Path,
     ) -> Result<(), Failure> {
         let images: BTreeSet<Sha256Digest> =
             rows.iter().flat_map(|row| image_refs(&row.columns)).map(|image| image.sha256).collect();
         if images.is_empty() {
             return Ok(());
         }
-        let dir = scratch.join(IMAGES_DIR);
+        let dir = engine_dir.join(IMAGES_DIR);
         self.events.log(format!("downloading {} images", images.len()));
         // A file that is there may be incomplete, and a download resumes it.
         if let Err(error) = tokio::fs::create_dir_all(&dir).await {
