@@ -457,7 +457,7 @@ def check_images(_, reward, python, folder, binary):
             norms = metrics["metrics"]["grad_norm"] if "metrics" in metrics else metrics
             print(f"figure: {devices} ranks with images: {STEPS} steps in {seconds:.0f} s, gradient norms {json.dumps(norms)[:300]}")
             counts = {len(sample.get("images", [])) for sample in reward.samples}
-            assert counts == {0, 1, 2} and all("images" not in sample["columns"] for sample in reward.samples), counts
+            assert counts == {0, 1, 2} and not any(sample["columns"].get("images") for sample in reward.samples), counts
             assert len(reward.images) == 4 and all(hashlib.sha256(image).hexdigest() == name for name, image in reward.images.items())
             checkpoint = server.files(id)[1]
             (folder / f"adapter{devices}").mkdir()

@@ -165,7 +165,7 @@ pub fn sample_json(sample: &RewardSample) -> Value {
     } = sample;
     let images = image_refs(columns);
     let mut columns = Cow::Borrowed(columns);
-    if !images.is_empty() {
+    if columns.get(IMAGES).and_then(Value::as_array).is_some_and(|all| all.len() == images.len()) {
         columns.to_mut().shift_remove(IMAGES);
     }
     let wire = Wire {
