@@ -197,7 +197,7 @@ async fn images_need_trl_and_a_model_that_reads_them_and_reach_workers_and_rewar
         "{}",
         accepted.text
     );
-    let inline = json!({"records": [row]});
+    let inline = json!({"records": [row, row]});
     let refused = server.post("/jobs", crate::server::with(with("reader", "trl"), "dataset", inline)).await;
     assert_eq!(codes(&refused.body), [("/dataset/records/0/images", "images_unsupported")], "{}", refused.text);
 
