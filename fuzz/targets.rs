@@ -60,7 +60,7 @@ fn converted(bytes: &[u8], recipe: &Recipe) {
     std::fs::write(file.path(), bytes).expect("a file");
     let sources = [Source::file("rows", file.path())];
     let cancelled = AtomicBool::new(false);
-    let options = Options { format: None, chat_default: true, answers: false, max_bytes: 1 << 20, cancelled: &cancelled };
+    let options = Options { format: None, chat_default: true, answers: false, max_bytes: 1 << 20, cancelled: &cancelled, images: None };
     let _ = preview(&sources, recipe, &options, 5);
     let mut rows = Vec::new();
     if let Ok(converted) = convert(&sources, recipe, &options, &mut rows) {

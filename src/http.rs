@@ -16,6 +16,7 @@ mod compare;
 mod contract;
 mod cookie;
 pub mod dataset_downloads;
+mod dataset_images;
 mod dataset_preview;
 mod dataset_ranges;
 mod dataset_sources;
@@ -61,6 +62,7 @@ pub mod samples;
 pub mod schemas;
 pub mod session;
 pub mod sparklines;
+mod staged_images;
 pub mod storage;
 pub mod submit;
 pub mod summary;
@@ -218,6 +220,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(artifacts::routes())
         .merge(rollout_adapters::routes())
         .merge(datasets::routes())
+        .merge(dataset_images::routes())
         .merge(adapters::routes())
         .merge(models::routes())
         .merge(rewards::routes())

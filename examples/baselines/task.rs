@@ -64,6 +64,7 @@ pub fn plan(rloo: &Value, steps: u64, seed: u64) -> Result<Plan, Failure> {
             modules: Vec::new(),
             beyond_gpu: None,
             foreign: None,
+            reads_images: false,
         }),
         dataset: Some(train),
         eval_dataset: Some(held_out),

@@ -249,7 +249,7 @@ struct Copying<'a> {
 async fn copy_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Option<Taken>, BackupError> {
     let Copying { source, snapshot, files, to } = copying;
     let (mut entries, mut left_out) = (BTreeMap::new(), BTreeMap::new());
-    // Files that jobs with a warm start begin with, and stored adapters.
+    // Files that jobs with a warm start begin with, stored adapters, and images of datasets.
     let mut initial = Vec::new();
     for job in snapshot.warm_start_jobs().await? {
         initial.extend(files_below(&files.initial_of(job))?);
@@ -257,8 +257,11 @@ async fn copy_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Optio
     for adapter in snapshot.adapter_ids().await? {
         initial.extend(files_below(&files.adapter_dir(adapter))?);
     }
+    for dataset in snapshot.dataset_ids().await? {
+        held.pin(&files.dataset(dataset));
+        initial.extend(files_below(&files.dataset_images(dataset))?);
+    }
     initial.iter().for_each(|path| held.pin(path));
-    snapshot.dataset_ids().await?.iter().for_each(|id| held.pin(&files.dataset(*id)));
 
     let needed = snapshot.checkpoints_needed().await?;
     let mut checkpoints = snapshot.checkpoint_all().await?;

@@ -250,7 +250,7 @@ pub(super) async fn of_key_text(state: &AppState, text: &str) -> Result<Option<C
 }
 
 /// Whether two secrets are equal. Compares their digests, so that the time does not depend on how much of a guess is right.
-fn is_equal(given: &str, expected: &str) -> bool {
+pub(super) fn is_equal(given: &str, expected: &str) -> bool {
     !expected.is_empty() && bool::from(Sha256::digest(given).ct_eq(&Sha256::digest(expected)))
 }
 

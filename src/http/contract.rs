@@ -122,6 +122,25 @@ struct RewardRequestSample {
     /// All other columns of the dataset row.
     #[schema(value_type = std::collections::BTreeMap<String, Value>)]
     columns: Value,
+    /// The images of the prompt, in order. Absent if it has none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    images: Option<Vec<RewardImage>>,
+}
+
+/// A reference to an image of a prompt.
+#[derive(Serialize, ToSchema)]
+struct RewardImage {
+    /// SHA-256 of the image's bytes, in lower-case hex.
+    sha256: String,
+    /// Format of the image: `image/png`, `image/jpeg`, `image/webp` or `image/gif`.
+    #[schema(example = "image/png")]
+    media_type: String,
+    /// Width, in pixels.
+    width: u32,
+    /// Height, in pixels.
+    height: u32,
+    /// Address of the image, readable for a week without a key. Absent if the server has no public address.
+    url: Option<String>,
 }
 
 /// The scores, in any of these forms.

@@ -17,9 +17,10 @@ use super::dataset_ranges::ranged;
 use super::error::{Code, Problem, shortened};
 use super::models::hub::{self, client};
 use super::rows::{WRITE_BYTES, check_disk, read_rows, rejected};
+use super::staged_images::StagedImages;
 use super::storage::check_limit;
 use crate::data::{CannotChoose, Chosen, NOT_FETCHED, Options, Preview, Source, choose, convert, preview};
-use crate::dataset::{Format, Recipe, Rejected, Summary};
+use crate::dataset::{Format, Reader, Recipe, Rejected, Summary};
 use crate::error_text::with_causes;
 use crate::files::StagedDone;
 use crate::hub::{
@@ -44,6 +45,8 @@ pub(super) struct Files {
     pub(super) origin: Value,
     /// The uploaded file, kept until it was read.
     pub(super) staged: Option<StagedDone>,
+    /// Where the images of rows are stored; None = rows with images are refused.
+    pub(super) images: Option<StagedImages>,
     /// The hub dataset to download if the hub does not serve byte ranges for a preview.
     whole: Option<Box<Found>>,
 }
@@ -79,7 +82,7 @@ pub(super) async fn convert_files(
     (chat_default, answers): (bool, bool),
 ) -> Result<(Summary, StagedDone, Value), Problem> {
     check_disk(state)?;
-    let Files { sources, format, mut origin, staged: raw, whole: _ } = files;
+    let Files { sources, format, mut origin, staged: raw, images, whole: _ } = files;
     if let Some(origin) = origin.as_object_mut() {
         origin.insert("recipe".to_owned(), serde_json::to_value(&recipe).map_err(Problem::internal)?);
         origin.insert("chat_default".to_owned(), chat_default.into());
@@ -87,8 +90,10 @@ pub(super) async fn convert_files(
     let cancel = CancelOnDrop(Arc::default());
     let (sender, mut pieces) = mpsc::channel(PIECES);
     let (cancelled, max_bytes) = (cancel.0.clone(), state.dataset_limit_bytes);
+    let sink = images.as_ref().map(|images| images.images().clone());
     let work = tokio::task::spawn_blocking(move || {
-        let options = Options { format, chat_default, answers, max_bytes, cancelled: &cancelled };
+        let options =
+            Options { format, chat_default, answers, max_bytes, cancelled: &cancelled, images: sink.as_ref() };
         let converted = convert(&sources, &recipe, &options, &mut Pipe(sender));
         drop(raw);
         converted
@@ -103,13 +108,21 @@ pub(super) async fn convert_files(
         out.write(&piece).await?;
     }
     let converted = work.await.map_err(Problem::internal)?.map_err(rejected)?;
-    Ok((converted.summary, out.finish().await?, origin))
+    let mut staged = out.finish().await?;
+    if let Some(images) = images {
+        let about;
+        (staged, about) = images.finish(state, staged).await?;
+        if let (Some(origin), Some(about)) = (origin.as_object_mut(), about) {
+            origin.insert("images".to_owned(), about);
+        }
+    }
+    Ok((converted.summary, staged, origin))
 }
 
 /// Checks and stores the rows that a conversion thread writes. Errors name the `file`, if its name is known.
 pub(super) async fn written(
     state: &AppState,
-    format: Format,
+    reader: Reader,
     file: Option<&str>,
     write: impl FnOnce(&mut dyn std::io::Write) -> std::io::Result<()> + Send + 'static,
 ) -> Result<(Summary, StagedDone), Problem> {
@@ -123,7 +136,7 @@ pub(super) async fn written(
         let piece = pieces.recv().await?;
         Some((Ok::<_, Problem>(Bytes::from(piece)), pieces))
     });
-    let read = read_rows(state, format, file, Box::pin(pieces), |problem| problem).await;
+    let read = read_rows(state, reader, file, Box::pin(pieces), |problem| problem).await;
     // The error of storing rows comes first: after it the conversion thread fails too, but only with a broken pipe.
     let written = work.await.map_err(Problem::internal)?;
     let rows = read?;
@@ -156,14 +169,16 @@ async fn preview_sources(
     chat_default: bool,
     rows: usize,
 ) -> Result<Result<Preview, Rejected>, Problem> {
-    let Files { mut sources, format, staged, .. } = files;
+    let Files { mut sources, format, staged, images, .. } = files;
     // A file of this size was not received to its end, except by chance.
     if staged.as_ref().is_some_and(|staged| staged.size_bytes >= PREVIEW_BYTES) {
         sources = sources.into_iter().map(Source::cut).collect();
     }
     let looked = tokio::task::spawn_blocking(move || {
         let cancelled = AtomicBool::new(false);
-        let options = Options { format, chat_default, answers: false, max_bytes: u64::MAX, cancelled: &cancelled };
+        let sink = images.as_ref().map(StagedImages::images);
+        let max_bytes = u64::MAX;
+        let options = Options { format, chat_default, answers: false, max_bytes, cancelled: &cancelled, images: sink };
         let looked = preview(&sources, &recipe, &options, rows);
         drop(staged);
         looked
@@ -321,7 +336,7 @@ pub(super) async fn download(
         let parts = state.downloads.parts();
         hub.download(&missing, &parts, &folder, progress).await?;
     }
-    Ok(Files { sources, format: None, origin, staged: None, whole: None })
+    Ok(Files { sources, format: None, origin, staged: None, images: None, whole: None })
 }
 
 /// Fetches enough of a hub dataset for a preview: the beginning of its first file, or the byte ranges of a parquet file
@@ -340,13 +355,21 @@ pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubD
             format: None,
             origin: found.origin,
             staged: None,
+            images: None,
             whole: None,
         });
     }
     if file.path.ends_with(".parquet") {
         let whole = Some(Box::new(found.clone()));
         let Found { hub, plan, origin, cached: _ } = found;
-        return Ok(Files { sources: vec![ranged(hub, plan, file)], format: None, origin, staged: None, whole });
+        return Ok(Files {
+            sources: vec![ranged(hub, plan, file)],
+            format: None,
+            origin,
+            staged: None,
+            images: None,
+            whole,
+        });
     }
     let Found { hub, plan, origin, cached: _ } = found;
     let most_bytes = usize::try_from(PREVIEW_BYTES).unwrap_or(usize::MAX);
@@ -355,7 +378,7 @@ pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubD
     staged.write(&start).await?;
     let staged = staged.finish().await?;
     let sources = vec![Source::file(file.path, staged.path())];
-    Ok(Files { sources, format: None, origin, staged: Some(staged), whole: None })
+    Ok(Files { sources, format: None, origin, staged: Some(staged), images: None, whole: None })
 }
 
 fn parse(wanted: &HubDataset) -> Result<Repo, Problem> {
@@ -443,13 +466,20 @@ async fn converted_branch(
 /// Creates the sources for rows in a local file.
 pub(super) fn stored(name: &str, path: PathBuf, origin: Value, staged: Option<StagedDone>) -> Files {
     let sources = vec![Source::file(name.to_owned(), path)];
-    Files { sources, format: Some(Format::Ndjson), origin, staged, whole: None }
+    Files { sources, format: Some(Format::Ndjson), origin, staged, images: None, whole: None }
 }
 
 /// Creates the sources for an uploaded file.
-pub(super) fn uploaded(name: Option<&str>, format: Option<Format>, staged: StagedDone) -> Files {
+pub(super) fn uploaded(name: Option<&str>, format: Option<Format>, staged: StagedDone, images: StagedImages) -> Files {
     let name = name.map_or_else(|| "the upload".to_owned(), |name| shortened(name).to_string());
     let path: PathBuf = staged.path().to_owned();
     let origin = json!({"upload": name, "sha256": staged.sha256.to_string()});
-    Files { sources: vec![Source::file(name, path)], format, origin, staged: Some(staged), whole: None }
+    Files {
+        sources: vec![Source::file(name, path)],
+        format,
+        origin,
+        staged: Some(staged),
+        images: Some(images),
+        whole: None,
+    }
 }

@@ -23,7 +23,7 @@ use super::error::{Problem, ProblemBody};
 use super::extract::{Json, Path, Query};
 use super::idempotency::{Answer, once};
 use super::jobs::bad_query;
-use super::list::{self, List, PageQuery, Time};
+use super::list::{self, List, Time};
 use super::named_models::UseOfHub;
 use super::rows::{remove_file, store_rows};
 use super::uploads::{CreateQuery, Purpose, Sent, SentRows, receive};
@@ -150,6 +150,9 @@ struct DatasetForm {
     name: Option<String>,
     /// How to convert each row, as JSON: `{map, limit, seed}`.
     mapping: Option<Recipe>,
+    /// A zip with the images that rows name: `{"images": [{"file": "a/b.png"}]}`.
+    #[schema(value_type = Option<String>, format = Binary)]
+    images: Option<Vec<u8>>,
 }
 
 /// Upload or import a dataset.
@@ -164,6 +167,11 @@ struct DatasetForm {
 /// format from the content. Send JSON to use a dataset on the hub: `{"hub": "openai/gsm8k", "config": "main", "map": {"prompt":
 /// "question"}}`. A mapping (the form field `mapping`, or the keys of the query) uses another column as the
 /// prompt, and filters rows.
+///
+/// Rows may have images, for vision-language models: `images: [{"bytes_b64": "…"}]`, or `[{"file": "a/b.png"}]` with a zip in the form
+/// field `images`. PNG, JPEG, WebP and GIF are accepted. The stored rows have `{sha256, media_type, width, height}` in their place;
+/// `GET /datasets/{id}/images/{sha256}` returns the image. Links, absolute names and `..` in a zip are rejected, and so are images of more
+/// than 16 MiB or 50 million pixels.
 ///
 /// A hub dataset whose files arrive within five seconds is stored during the request. Otherwise the server downloads it afterwards
 /// (202, state `downloading`); jobs may refer to it meanwhile and start when it is stored. Send a hub token for this request in the
@@ -328,25 +336,45 @@ struct Row {
     record: Value,
 }
 
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct RowQuery {
+    /// The cursor `next` of the previous page.
+    after: Option<String>,
+    /// Items per page, 1 to 100.
+    #[param(minimum = 1, maximum = 100, default = 20)]
+    limit: Option<u32>,
+    /// Number of the first row, in place of `after`. The server reads the rows before it.
+    from: Option<u64>,
+}
+
 /// List the rows of a dataset, in order.
 #[utoipa::path(get, path = "/datasets/{id}/rows", tag = "Datasets",
-    params(("id" = DatasetId, Path, description = "The dataset"), PageQuery),
+    params(("id" = DatasetId, Path, description = "The dataset"), RowQuery),
     responses((status = 200, description = "A page", body = RowPage)))]
 async fn list_rows(
     State(state): State<AppState>,
     Path(id): Path<DatasetId>,
-    Query(query): Query<PageQuery>,
+    Query(RowQuery { after, limit, from }): Query<RowQuery>,
 ) -> Result<Json<RowPage>, Problem> {
     let dataset = stored(&state, id).await?;
     let id = dataset.id;
-    let limit = query.limit()?;
-    let begin = match query.after.as_deref().map(|after| parse_cursor(after, &dataset)) {
+    let limit = list::limit(limit)?;
+    let begin = match after.as_deref().map(|after| parse_cursor(after, &dataset)) {
         None => Cursor { row: 0, offset: 0 },
         Some(Some(cursor)) => cursor,
         Some(None) => return Err(StoreError::BadCursor.into()),
     };
     let path = state.files.dataset(id);
-    let page = tokio::task::spawn_blocking(move || read_page(&path, begin, limit, dataset.num_rows)).await;
+    let page = tokio::task::spawn_blocking(move || {
+        let begin = match from.filter(|_| after.is_none()) {
+            Some(row) => find_row(&path, row.min(dataset.num_rows))?,
+            None => begin,
+        };
+        read_page(&path, begin, limit, dataset.num_rows)
+    });
+    let page = page.await;
     match page.map_err(Problem::internal)?.map_err(Problem::internal)? {
         Some(page) => Ok(Json(page)),
         None => Err(StoreError::BadCursor.into()),
@@ -364,6 +392,16 @@ fn parse_cursor(text: &str, dataset: &DatasetRow) -> Option<Cursor> {
     let cursor = Cursor { row: row.parse().ok()?, offset: offset.parse().ok()? };
     (cursor.row < dataset.num_rows && cursor.offset < dataset.size_bytes && cursor.row <= cursor.offset)
         .then_some(cursor)
+}
+
+/// Returns the cursor of a row, by reading the rows before it.
+fn find_row(path: &std::path::Path, row: u64) -> std::io::Result<Cursor> {
+    let mut reader = BufReader::new(std::fs::File::open(path)?);
+    let mut offset = 0;
+    for _ in 0..row {
+        offset += reader.skip_until(b'\n')? as u64;
+    }
+    Ok(Cursor { row, offset })
 }
 
 /// Reads a page of rows. `None` when no row begins at the offset, so the cursor is not one of this server's.

@@ -22,7 +22,7 @@ use super::rows::read_rows;
 use super::rows::store_rows;
 use super::submit::submit;
 use crate::bundle;
-use crate::dataset::Format;
+use crate::dataset::{Format, Reader};
 use crate::id::DatasetId;
 use crate::modelcard;
 use crate::store::StoreError;
@@ -121,7 +121,7 @@ async fn store_dataset(
     rows: &'static [u8],
 ) -> Result<DatasetId, Problem> {
     let pieces = stream::iter([Ok::<_, Problem>(Bytes::from_static(rows))]);
-    let (summary, staged) = read_rows(state, Format::Ndjson, None, pieces, |problem| problem).await?;
+    let (summary, staged) = read_rows(state, Reader::new(Format::Ndjson), None, pieces, |problem| problem).await?;
     Ok(store_rows(state, caller.owner(), (DatasetId::new(), Some(name.to_owned())), (summary, staged, None))
         .await?
         .0

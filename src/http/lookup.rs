@@ -332,6 +332,7 @@ fn foreign_facts(row: &ModelRow, card: &ForeignCard) -> ModelFacts {
         modules: Vec::new(),
         beyond_gpu: None,
         foreign: Some(card.model_type.clone()),
+        reads_images: card.reads_images,
     }
 }
 
@@ -348,5 +349,6 @@ fn model_facts(row: &ModelRow, card: &ModelCard) -> ModelFacts {
         modules: config.module_names(),
         beyond_gpu: config.beyond_gpu(),
         foreign: None,
+        reads_images: false,
     }
 }

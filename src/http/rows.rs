@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::AppState;
 use super::error::{Code, FieldError, Problem, shortened};
 use super::storage::check_limit;
-use crate::dataset::{Format, Reader, Rejected, RowError, RowPlace, Summary};
+use crate::dataset::{Reader, Rejected, RowError, RowPlace, Summary};
 use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::storage::StorageKind;
@@ -26,7 +26,7 @@ pub(super) const UPLOAD_DEADLINE: Duration = Duration::from_secs(3600);
 /// memory. Reading stops while the disk is nearly full. Errors name the `file`, if its name is known.
 pub(super) async fn read_rows<E>(
     state: &AppState,
-    format: Format,
+    mut reader: Reader,
     file: Option<&str>,
     mut pieces: impl Stream<Item = Result<Bytes, E>> + Unpin,
     failed: impl Fn(E) -> Problem,
@@ -34,7 +34,6 @@ pub(super) async fn read_rows<E>(
     check_disk(state)?;
     let limit = state.dataset_limit_bytes;
     let mut staged = state.files.stage(limit).await?;
-    let mut reader = Reader::new(format);
     let mut out = Vec::new();
     let mut received = 0_u64;
     let deadline = Instant::now() + UPLOAD_DEADLINE;

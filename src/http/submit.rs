@@ -27,7 +27,7 @@ use super::prompts::{Prompts, Source, unknown_dataset};
 use super::rows::read_rows;
 use super::uploads::{bad_form, broken_form, format_of_part};
 use super::{preflight, warm_start};
-use crate::dataset::Summary;
+use crate::dataset::{Reader, Summary};
 use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
@@ -111,7 +111,7 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
             Some("dataset") if rows.is_none() => {
                 let format = format_of_part(&part)?;
                 let file = part.file_name().map(str::to_owned);
-                rows = Some(read_rows(state, format, file.as_deref(), part, broken_form).await?);
+                rows = Some(read_rows(state, Reader::new(format), file.as_deref(), part, broken_form).await?);
             }
             Some(name @ ("spec" | "dataset")) => {
                 return Err(bad_form(format!("the form field '{name}' occurs twice: send it once")));

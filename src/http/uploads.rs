@@ -20,7 +20,8 @@ use super::dataset_sources::{Files, PREVIEW_BYTES, fetch_start, uploaded, writte
 use super::error::{Code, Problem, shortened};
 use super::extract::{announced_bytes, body_fault, body_problem, media_type};
 use super::rows::{UPLOAD_DEADLINE, WRITE_BYTES, check_disk, read_rows, too_large};
-use crate::dataset::{Format, Recipe, Summary};
+use super::staged_images::StagedImages;
+use crate::dataset::{Format, Reader, Recipe, Summary};
 use crate::files::StagedDone;
 use crate::spec::HubDataset;
 
@@ -166,11 +167,22 @@ async fn read_upload<E>(
     let Upload { name, format, recipe, start, purpose } = upload;
     let is_streamed = purpose == Purpose::Store && recipe.is_plain() && !is_packed(&start);
     if let Some(format) = format.filter(|_| is_streamed) {
-        let (summary, staged) = read_rows(state, format, name.as_deref(), pieces, failed).await?;
+        let images = staged_images(state, purpose).await?;
+        let reader = Reader::new(format).with_images(images.sink());
+        let (summary, staged) = read_rows(state, reader, name.as_deref(), pieces, failed).await?;
+        let (staged, _) = images.finish(state, staged).await?;
         return Ok(SentRows::Ready(summary, staged));
     }
     let staged = store_raw(state, pieces, failed, enough(purpose, &start)).await?;
-    Ok(SentRows::Files(Box::new(uploaded(name.as_deref(), format, staged)), recipe))
+    let images = staged_images(state, purpose).await?;
+    Ok(SentRows::Files(Box::new(uploaded(name.as_deref(), format, staged, images)), recipe))
+}
+
+async fn staged_images(state: &AppState, purpose: Purpose) -> Result<StagedImages, Problem> {
+    match purpose {
+        Purpose::Store => StagedImages::in_directory(state).await,
+        Purpose::Preview => Ok(StagedImages::checked_only(state)),
+    }
 }
 
 /// Writes an upload to a file as it arrives, limited only by the disk.
@@ -279,6 +291,7 @@ async fn read_form(
 ) -> Result<Sent, Problem> {
     let mut mapping: Option<Recipe> = None;
     let mut raw = None;
+    let mut zip = None;
     while let Some(mut part) = form.next_field().await.map_err(broken_form)? {
         match part.name() {
             Some("name") => name = checked_name(Some(short_text(part).await?))?,
@@ -291,6 +304,10 @@ async fn read_form(
                 let staged = store_raw(state, pieces, broken_form, enough(purpose, &start)).await?;
                 raw = Some((file, format, is_packed(&start), staged));
             }
+            Some("images") if zip.is_none() => zip = Some(store_raw(state, part, broken_form, u64::MAX).await?),
+            Some("images") => {
+                return Err(bad_form("the form field 'images' occurs twice: put all images into one zip".to_owned()));
+            }
             Some("file") => {
                 return Err(bad_form("the form field 'file' occurs twice: upload one dataset per request".to_owned()));
             }
@@ -298,7 +315,7 @@ async fn read_form(
             other => {
                 let other = shortened(other.unwrap_or(""));
                 return Err(bad_form(format!(
-                    "the form has the unknown field '{other}': send 'file', and optionally 'name' and 'mapping'"
+                    "the form has the unknown field '{other}': send 'file', and optionally 'name', 'mapping' and 'images'"
                 )));
             }
         }
@@ -307,15 +324,22 @@ async fn read_form(
     let Some((file, format, is_packed, staged)) = raw else {
         return Err(bad_form("the form field 'file' is required: it contains the dataset's rows".to_owned()));
     };
-    let is_plain = recipe.is_plain() && purpose == Purpose::Store && !is_packed;
+    // A zip is unpacked on the thread that converts rows.
+    let is_plain = recipe.is_plain() && purpose == Purpose::Store && !is_packed && zip.is_none();
+    let mut images = staged_images(state, purpose).await?;
+    if let Some(zip) = zip {
+        images.open_zip(state, zip).await?;
+    }
     let rows = match format {
         Err(problem) if is_plain => return Err(problem),
         Ok(format) if is_plain => {
             let copy = move |out: &mut dyn Write| std::io::copy(&mut File::open(staged.path())?, out).map(drop);
-            let (summary, staged) = written(state, format, file.as_deref(), copy).await?;
+            let reader = Reader::new(format).with_images(images.sink());
+            let (summary, staged) = written(state, reader, file.as_deref(), copy).await?;
+            let (staged, _) = images.finish(state, staged).await?;
             SentRows::Ready(summary, staged)
         }
-        format => SentRows::Files(Box::new(uploaded(file.as_deref(), format.ok(), staged)), recipe),
+        format => SentRows::Files(Box::new(uploaded(file.as_deref(), format.ok(), staged, images)), recipe),
     };
     Ok(Sent { name, rows })
 }

@@ -64,6 +64,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .route("/worker/register", post(register))
         .route("/worker/claim", post(claim))
         .route("/worker/jobs/{id}/datasets/{dataset}", get(send_dataset))
+        .route("/worker/jobs/{id}/datasets/{dataset}/images/{sha256}", get(send_dataset_image))
         .route("/worker/jobs/{id}/resume/{name}", get(send_resume_file))
         .route("/worker/jobs/{id}/initial/{name}", get(send_initial_file))
         .route("/worker/jobs/{id}/models/{model}", get(models::list_model_files))
@@ -314,6 +315,20 @@ async fn send_dataset(
     // hash anyway.
     let sha256 = found.sha256.parse().unwrap_or_else(|_| Sha256Digest::of(&found.sha256));
     send(state.files.dataset(dataset), "dataset.ndjson".to_owned(), sha256, &headers).await
+}
+
+/// Sends an image of the rows that the job trains on.
+async fn send_dataset_image(
+    State(state): State<AppState>,
+    Path((job, dataset, sha256)): Path<(JobId, DatasetId, String)>,
+    Query(Fence { attempt }): Query<Fence>,
+    headers: HeaderMap,
+) -> Result<Response, Problem> {
+    state.store.claim_check(job, attempt).await?;
+    if state.store.job_get(job).await?.plan()?.dataset.id != dataset {
+        return Err(Problem::not_found("dataset of this job", dataset));
+    }
+    super::dataset_images::send_image(&state, dataset, &sha256, &Method::GET, &headers).await
 }
 
 async fn send_resume_file(

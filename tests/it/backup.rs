@@ -38,6 +38,12 @@ async fn a_backup_made_while_a_job_runs_restores_to_a_server_that_finishes_it() 
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
     let done = server.submit(&spec("tiny", 2)).await;
     server.job_in_state(&done, "succeeded").await;
+    let picture = rlood_test_support::images::png(5, 5, 0);
+    let text = base64::Engine::encode(&base64::engine::general_purpose::STANDARD, &picture);
+    let row = json!({"prompt": [{"role": "user", "content": "?"}], "images": [{"bytes_b64": text}]});
+    let dataset = server.post("/datasets", &json!([row])).await["id"].as_str().unwrap().to_owned();
+    let sha256 = hex::encode(<sha2::Sha256 as sha2::Digest>::digest(&picture));
+    let image = format!("/datasets/{dataset}/images/{sha256}");
     let running = server.submit(&spec("tiny", 100_000)).await;
     server.wait_for_checkpoint(&running).await;
 
@@ -58,6 +64,7 @@ async fn a_backup_made_while_a_job_runs_restores_to_a_server_that_finishes_it() 
     assert!(back.status.success(), "{}", said(&back));
     let server = Server::start(&restored, "cpu");
     assert_eq!(server.adapter(&done, None).await, adapter);
+    assert_eq!(server.bytes(&image).await, picture);
     assert_eq!(server.get(&format!("/jobs/{done}/events?limit=100")).await, events);
     let resumed = server.job_when(&running, "its second attempt", |view| view["attempt"].as_u64() > Some(1)).await;
     assert_eq!(resumed["state"], "running", "{resumed}");

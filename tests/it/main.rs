@@ -16,6 +16,7 @@ mod client;
 #[path = "../../crates/rewards/tests/it/corpus.rs"]
 mod corpus;
 mod dashboard;
+mod dataset_images;
 mod datasets;
 mod demo;
 mod disk;

@@ -72,6 +72,8 @@ async fn what_a_job_sends_and_what_services_answer_fit() {
     let probe = JobContext { probe: true, ..job };
     let mut plain = samples(1, 1);
     plain[0].messages = None;
+    let image = json!({"sha256": "0".repeat(64), "media_type": "image/png", "width": 2, "height": 3});
+    plain[0].columns.insert("images".to_owned(), json!([image]));
     rewards.score(&probe, &plain).await.unwrap();
     let seen: Vec<Value> =
         service.seen.lock().unwrap().iter().map(|(_, body)| serde_json::from_slice(body).unwrap()).collect();
@@ -80,6 +82,8 @@ async fn what_a_job_sends_and_what_services_answer_fit() {
         fits("request.schema.json", request);
         fits("answer.schema.json", &truth(request));
     }
+    assert_eq!(seen[3]["samples"][0]["images"], json!([image]), "references, and no address without a public one");
+    assert_eq!(seen[3]["samples"][0]["columns"].get("images"), None);
     let mut later = seen[0].clone();
     later["reply"] =
         json!({"modes": ["sync", "async"], "callback_url": "https://r.example/reward-callbacks/x", "token": "t"});

@@ -10,7 +10,12 @@ use rlood::spec::RuntimeFacts;
 use rlood::store::clock_ms;
 use serde_json::{Value, json};
 
-use crate::server::{Server, copy};
+use axum::body::Body;
+use axum::http::{Request, header};
+use rlood::callback::CallbackTerms;
+use rlood_test_support::images::png;
+
+use crate::server::{Answer, Server, copy};
 
 fn job(runtime: Value, devices: u32) -> Value {
     let records: Vec<Value> = (0..8).map(|row| json!({"prompt": format!("prompt {row}")})).collect();
@@ -23,8 +28,14 @@ fn job(runtime: Value, devices: u32) -> Value {
 
 /// Registers a worker with an environment for this many devices; 0 = without one.
 async fn worker(server: &Server, devices: u32) -> WorkerId {
+    worker_with(server, devices, &[]).await
+}
+
+/// Registers a worker whose environment has these extras.
+async fn worker_with(server: &Server, devices: u32, extras: &[&str]) -> WorkerId {
     let versions = BTreeMap::from([("trl".to_owned(), "1.16.0".to_owned()), ("torch".to_owned(), "2.15.0".to_owned())]);
-    let facts = RuntimeFacts { runtime: "trl".to_owned(), versions, extras: vec![], devices, gpus: false };
+    let extras = extras.iter().map(|&extra| extra.to_owned()).collect();
+    let facts = RuntimeFacts { runtime: "trl".to_owned(), versions, extras, devices, gpus: false };
     let worker = WorkerId::new();
     let register = Register {
         worker,
@@ -133,4 +144,90 @@ async fn a_model_of_another_architecture_is_registered_where_trl_can_train_it() 
     );
     let plain = server.get("/models/plain").await;
     assert_eq!(plain.body["card"].get("needs_runtime"), None, "{}", plain.text);
+}
+
+/// Registers a model of another architecture, which reads images or does not.
+async fn register_foreign(server: &Server, id: &str, reads_images: bool) {
+    let dir = server.dir.path().join(id);
+    copy(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity/qwen3"), &dir);
+    let path = dir.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["model_type"] = json!("newest_5");
+    if reads_images {
+        config["vision_config"] = json!({"depth": 2});
+    }
+    std::fs::write(&path, config.to_string()).unwrap();
+    let accepted = server.post("/models", json!({"id": id, "source": dir})).await;
+    assert_eq!(accepted.status, 201, "{}", accepted.text);
+}
+
+#[tokio::test]
+async fn images_need_trl_and_a_model_that_reads_them_and_reach_workers_and_rewards() {
+    let server = Server::start().await;
+    worker_with(&server, 1, &[]).await;
+    register_foreign(&server, "reader", true).await;
+    register_foreign(&server, "writer", false).await;
+    let bytes = png(3, 4, 0);
+    let text = base64::Engine::encode(&base64::engine::general_purpose::STANDARD, &bytes);
+    let row = json!({"prompt": [{"role": "user", "content": "?"}], "images": [{"bytes_b64": text}]});
+    let upload = Request::post("/datasets").header(header::CONTENT_TYPE, "application/x-ndjson");
+    let lines = format!("{row}\n{}\n", json!({"prompt": [{"role": "user", "content": "text"}], "images": []}));
+    let dataset = server.send(upload.body(Body::from(lines)).unwrap()).await;
+    assert_eq!(dataset.status, 201, "{}", dataset.text);
+    let dataset = dataset.body["id"].as_str().unwrap().to_owned();
+    let with = |model: &str, runtime: &str| {
+        let mut job = job(json!(runtime), 1);
+        (job["model"], job["dataset"]) = (json!(model), json!({"id": dataset}));
+        job
+    };
+    let own = server.post("/jobs", with("chat", "own")).await;
+    assert_eq!(codes(&own.body), [("/dataset", "needs_runtime")], "{}", own.text);
+    assert!(own.text.contains("the job trains on images") && own.text.contains("trl"), "{}", own.text);
+    let blind = server.post("/jobs", with("writer", "trl")).await;
+    assert_eq!(codes(&blind.body), [("/model", "reads_no_images")], "{}", blind.text);
+    let missing = server.post("/jobs", with("reader", "trl")).await;
+    assert_eq!(codes(&missing.body), [("/runtime", "runtime_extra_missing")], "{}", missing.text);
+    assert!(missing.text.contains("rlood runtime install trl --extras vlm"), "{}", missing.text);
+
+    let able = worker_with(&server, 1, &["vlm"]).await;
+    let accepted = server.post("/jobs", with("reader", "auto")).await;
+    assert_eq!(
+        (accepted.status.as_u16(), &accepted.body["runtime"]["name"]),
+        (201, &json!("trl")),
+        "{}",
+        accepted.text
+    );
+    let inline = json!({"records": [row, row]});
+    let refused = server.post("/jobs", crate::server::with(with("reader", "trl"), "dataset", inline)).await;
+    assert_eq!(codes(&refused.body), [("/dataset/records/0/images", "images_unsupported")], "{}", refused.text);
+
+    let claimed = server.state.store.job_claim(able, clock_ms(), 30_000).await.unwrap().unwrap();
+    let (job, sha256) = (claimed.job, hex::encode(<sha2::Sha256 as sha2::Digest>::digest(&bytes)));
+    let fetch = async |path: String, token: Option<&str>| -> Answer {
+        let request = Request::get(path);
+        let request = match token {
+            Some(token) => request.header("authorization", format!("Bearer {token}")),
+            None => request,
+        };
+        server.send(request.body(Body::empty()).unwrap()).await
+    };
+    let token = server.state.config.worker_token.clone();
+    let of_worker =
+        |dataset: &str, attempt| format!("/worker/jobs/{job}/datasets/{dataset}/images/{sha256}?attempt={attempt}");
+    assert_eq!(fetch(of_worker(&dataset, 1), Some(&token)).await.status, 200);
+    assert_eq!(fetch(of_worker(&dataset, 2), Some(&token)).await.status, 409, "another attempt");
+    assert_eq!(fetch(of_worker(&rlood::id::DatasetId::new().to_string(), 1), Some(&token)).await.status, 404);
+
+    // A reward service reads the image with the token of its URL.
+    let key = server.state.store.server_secret("reward_callbacks", "fresh").await.unwrap();
+    let terms = CallbackTerms { public_url: Some(String::new()), key };
+    let now_s = clock_ms() / 1000;
+    let url = terms.image_url(&job.to_string(), &sha256, now_s).unwrap();
+    let image = fetch(url.clone(), None).await;
+    assert_eq!((image.status.as_u16(), image.headers["content-type"].to_str().unwrap()), (200, "image/png"));
+    assert_eq!(fetch(url.replace("token=", "token=x"), None).await.status, 404);
+    let later = url.replace("expires=", "expires=9");
+    assert_eq!(fetch(later, None).await.status, 404, "the token is of its time");
+    let expired = terms.image_url(&job.to_string(), &sha256, now_s - 9 * 86_400).unwrap();
+    assert_eq!(fetch(expired, None).await.status, 410);
 }

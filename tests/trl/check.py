@@ -1,4 +1,5 @@
-"""Jobs of the runtime `trl` with the real TRL: one rank and two, killed in the middle of a step, cancelled, paused, quantized, ZeRO-3.
+"""Jobs of the runtime `trl` with the real TRL: one rank and two, killed in the middle of a step, cancelled, paused, quantized, ZeRO-3,
+with images.
 
 usage: tests/trl/check.py BINARY PYTHON [NAME…]
 
@@ -9,11 +10,13 @@ library only.
 import contextlib
 import hashlib
 import http.server
+import io
 import json
 import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +24,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # With two prompts a step, three steps are an epoch: a run that resumes after step 4 is in its second one.
@@ -34,6 +38,8 @@ class Reward:
     def __init__(self):
         reward = self
         self.hold_step, self.held, self.go, self.seen = None, threading.Event(), threading.Event(), []
+        # The samples of the last request, and the images that were read from their addresses.
+        self.samples, self.images = [], {}
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self):
@@ -41,6 +47,9 @@ class Reward:
                 if request["type"] == "reward.score.request":
                     step = request["job"]["step"]
                     reward.seen.append(step)
+                    reward.samples += request["samples"]
+                    for sample in request["samples"]:
+                        reward.fetch(sample.get("images", []))
                     if step == reward.hold_step:
                         reward.held.set()
                         reward.go.wait()
@@ -63,6 +72,12 @@ class Reward:
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
+    def fetch(self, images):
+        for image in images:
+            if "url" in image and image["sha256"] not in self.images:
+                with urllib.request.urlopen(image["url"], timeout=60) as response:
+                    self.images[image["sha256"]] = response.read()
+
     def hold(self, step):
         self.hold_step = step
         self.held.clear()
@@ -76,10 +91,17 @@ class Reward:
 class Server:
     """A server with one worker on the CPU."""
 
-    def __init__(self, binary, python, folder):
+    def __init__(self, binary, python, folder, is_public=False):
+        folder.mkdir(exist_ok=True)
         self.log = open(folder / "server.log", "wb")
         environment = {**os.environ, "RLOOD_TRL_PYTHON": str(python)}
-        command = [binary, "serve", "--listen", "127.0.0.1:0", "--data-dir", str(folder / "data"), "--devices", "cpu"]
+        address = "127.0.0.1:0"
+        more = []
+        if is_public:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                address = f"127.0.0.1:{free.getsockname()[1]}"
+            more = ["--public-url", f"http://{address}"]
+        command = [binary, "serve", *more, "--listen", address, "--data-dir", str(folder / "data"), "--devices", "cpu"]
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=self.log, text=True)
         self.url = re.search(r"http://[0-9.:]+", self.process.stdout.readline()).group()
         until(lambda: self.get("/workers")["data"], 60)
@@ -123,7 +145,7 @@ class Server:
         return until(ended, limit)
 
     def warnings(self, id):
-        with urllib.request.urlopen(f"{self.url}/jobs/{id}/log", timeout=60) as response:
+        with urllib.request.urlopen(f"{self.url}/jobs/{id}/logs", timeout=60) as response:
             return response.read().decode()[-3000:]
 
     def files(self, id):
@@ -358,6 +380,99 @@ def check_architecture(server, reward, python, folder, *_):
     print(f"figure: Qwen3.5 with random weights: {server.job(id)['step']} steps, chosen by auto")
 
 
+def form(**files):
+    """A multipart form: the content type and the body."""
+    parts = []
+    for name, (file, content) in files.items():
+        head = f'--X\r\ncontent-disposition: form-data; name="{name}"; filename="{file}"\r\n\r\n'
+        parts.append(head.encode() + content + b"\r\n")
+    return "multipart/form-data; boundary=X", b"".join(parts) + b"--X--\r\n"
+
+
+def upload_images(server, pictures):
+    """Rows with no, one and two images, alternating, so that in each step one of two ranks has none."""
+    names = ["a.png", "b.jpg", "c.webp", "d.gif"]
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        for name in names:
+            file.write(pictures / name, f"pictures/{name}")
+    images = [[names[0]], [], [names[1], names[2]], [], [names[3]], []]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {row}?"}], "images": [{"file": f"pictures/{name}"} for name in of_row]}
+        for row, of_row in enumerate(images)
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    kind, body = form(file=("rows.jsonl", lines), images=("images.zip", packed.getvalue()))
+    request = urllib.request.Request(f"{server.url}/datasets", data=body, method="POST", headers={"content-type": kind})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        dataset = json.loads(response.read())
+    assert dataset["origin"]["images"]["stored"] == 4 and dataset["origin"]["images"]["unused_files"] == 0, dataset
+    return dataset["id"]
+
+
+LOAD_VLM = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+base = AutoModelForImageTextToText.from_pretrained(sys.argv[1], dtype=torch.float32)
+ids = torch.tensor([[5, 6, 7, 8]])
+before = base(input_ids=ids).logits
+model = PeftModel.from_pretrained(base, sys.argv[2])
+names = [name for name, _ in model.named_parameters() if "lora_" in name]
+assert names and all("language_model" in name for name in names), names[:3]
+weights = [weight.abs().max().item() for name, weight in model.named_parameters() if "lora_B" in name]
+assert min(weights) > 0, "a weight without gradient is still 0"
+difference = (before - model(input_ids=ids).logits).abs().max().item()
+assert difference > 0
+print(f"figure: PEFT loads the adapter of {len(names)} weights, all in the language model; it changes logits by up to {difference:.2g}")
+"""
+
+
+def check_images(_, reward, python, folder, binary):
+    """A vision-language model, with images on one rank, and with a rank that has none beside one that has."""
+    server = Server(binary, python, folder / "public", is_public=True)
+    try:
+        until(lambda: server.get("/workers")["data"][0]["runtimes"], 60)
+        model, pictures = folder / "vlm", folder / "pictures"
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        command = [python, str(ROOT / "tests/trl/make_vlm.py"), str(ROOT / "assets/tiny"), str(model), str(pictures)]
+        made = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        card = server.post("/models", {"id": "vlm", "source": str(model)})["card"]
+        dataset = upload_images(server, pictures)
+        print(f"figure: Qwen2.5-VL with random weights, {made.stdout.strip().splitlines()[-1]}, {card['needs_runtime']}")
+
+        def job(devices, **changes):
+            fields = {"model": "vlm", "lora": {"dropout": 0.0}, "training": {"shuffle_dataset": False}}
+            return {**job_of(reward, devices, **{**fields, **changes}), "dataset": {"id": dataset}}
+
+        status, answer = server.call("POST", "/jobs", job(1, model="tiny", runtime="own"))
+        assert status == 422 and [error["code"] for error in answer["errors"]] == ["needs_runtime"], answer
+        status, answer = server.call("POST", "/jobs", job(1, model="tiny"))
+        assert status == 422 and [error["code"] for error in answer["errors"]] == ["reads_no_images"], answer
+        for devices in [1, 2]:
+            reward.samples, reward.images = [], {}
+            started = time.monotonic()
+            id = train(server, job(devices))
+            seconds = time.monotonic() - started
+            metrics = server.get(f"/jobs/{id}/metrics?keys=grad_norm")
+            norms = metrics["metrics"]["grad_norm"] if "metrics" in metrics else metrics
+            print(f"figure: {devices} ranks with images: {STEPS} steps in {seconds:.0f} s, gradient norms {json.dumps(norms)[:300]}")
+            counts = {len(sample.get("images", [])) for sample in reward.samples}
+            assert counts == {0, 1, 2} and not any(sample["columns"].get("images") for sample in reward.samples), counts
+            assert len(reward.images) == 4 and all(hashlib.sha256(image).hexdigest() == name for name, image in reward.images.items())
+            checkpoint = server.files(id)[1]
+            (folder / f"adapter{devices}").mkdir()
+            for name in ["adapter_config.json", "adapter_model.safetensors"]:
+                with urllib.request.urlopen(f"{server.url}/checkpoints/{checkpoint}/files/{name}") as response:
+                    (folder / f"adapter{devices}" / name).write_bytes(response.read())
+            subprocess.run([python, "-c", LOAD_VLM, str(model), str(folder / f"adapter{devices}")], check=True, env=environment)
+    except BaseException:
+        print((folder / "public/server.log").read_text()[-6000:], file=sys.stderr)
+        raise
+    finally:
+        server.stop()
+
+
 def check_refusals(server, reward, python, folder, binary):
     def errors(server, job):
         status, answer = server.call("POST", "/jobs", job)
@@ -394,6 +509,7 @@ CHECKS = {
     "8bit": check_eight_bit,
     "zero3": check_zero3,
     "architecture": check_architecture,
+    "images": check_images,
 }
 
 

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 binary=${1:-target/release/rlood}
 python=${RLOOD_TRL_PYTHON:-target/trl/bin/python}
-if ! "$python" -c 'import trl, bitsandbytes, deepspeed' 2>/dev/null; then
+if ! "$python" -c 'import trl, bitsandbytes, deepspeed, PIL, torchvision' 2>/dev/null; then
     if [[ -n ${RLOOD_TRL_PYTHON:-} ]] || ! "$binary" runtime install trl --dir target/trl --extras vlm,quantized,deepspeed; then
         echo "NOT RUN: the environment of TRL cannot be installed here (Python 3.11 with venv, PyPI and 8 GB of disk are needed)"
         exit 0

@@ -6,8 +6,7 @@ import { useAction } from "../core/action.js";
 import { useLoad } from "../core/load.js";
 import { ProblemBox } from "./problem.js";
 import { Table } from "./table.js";
-import { Code, Facts } from "./text.js";
-import { TokenText } from "./tokens.js";
+import { Code, Facts, TokenText } from "./text.js";
 
 /** Difference of a token's log-probabilities that has the strongest shade, in nats. */
 const STRONGEST_NATS = 1;

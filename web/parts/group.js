@@ -1,9 +1,10 @@
 // A group: a prompt with its completions side by side, their rewards and advantages, and the difference between two of them.
 import { countChangedWords, diff } from "../core/diff.js";
 import { number, plural, signed } from "../core/format.js";
+import { useGet } from "../core/load.js";
 import { hrefOf } from "../core/router.js";
 import { cls, html, useState } from "../core/ui.js";
-import { LongText } from "./long.js";
+import { LongText } from "./text.js";
 
 /** Groups the samples. Groups are in the order of their first samples; in each, the best completion comes first. */
 export function groupsOf(samples) {
@@ -60,6 +61,7 @@ export function Group({ group, job, size, largest }) {
         <a href=${hrefOf(path, { prompt_id, phase })}>Follow this prompt</a>
       </span>
     </div>
+    ${job.plan.runtime && html`<${Images} dataset=${job.plan.dataset.id} row=${prompt_id.slice(4)} />`}
     <${LongText} text=${prompt} label="Prompt" class="prompt" shown=${600} />
     <p class="small dim">${plural(samples.length, "completion")} · reward ${number(mean)}${samples.length > 1 && html` ± ${number(std, 3)}`}
       ${isTied && phase === "train" && html` · <span class="warn">all rewards are equal, so this group adds nothing to the update</span>`}</p>
@@ -68,6 +70,12 @@ export function Group({ group, job, size, largest }) {
     ${picked.length === 1 && html`<p class="small dim">Choose a second completion to compare.</p>`}
     ${picked.length === 2 && html`<${Difference} picked=${picked} samples=${samples} onClose=${() => setChosen([])} />`}
   </section>`;
+}
+
+/** The images of a prompt. They are found in the row of the dataset. */
+function Images({ dataset, row }) {
+  const { data } = useGet(`/datasets/${dataset}/rows`, { from: row, limit: 1 });
+  return data?.data[0]?.record.images?.map(({ sha256, width, height }, index) => html`<img key=${index} class="thumb" loading="lazy" src=${`/datasets/${dataset}/images/${sha256}`} alt=${`Image ${index + 1} of the prompt, ${width} × ${height} pixels`} />`);
 }
 
 function Completion({ sample, index, count, job, largest, isPicked, onPick }) {

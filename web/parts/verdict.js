@@ -9,10 +9,9 @@ import { useSignal } from "../core/signal.js";
 import { hasScope } from "../core/session.js";
 import { cls, html, useState } from "../core/ui.js";
 import { useAction } from "../core/action.js";
-import { LongText } from "./long.js";
 import { ProblemBox } from "./problem.js";
 import { Select } from "./switch.js";
-import { Facts } from "./text.js";
+import { Facts, LongText } from "./text.js";
 
 /** Polling interval for a verdict that is not finished, in ms. */
 const POLL_INTERVAL_MS = 2000;

@@ -9,12 +9,11 @@ import { hasScope } from "../core/session.js";
 import { cls, html, useEffect, useLayoutEffect, useRef, useState } from "../core/ui.js";
 import { useAction } from "../core/action.js";
 import { parseNumber } from "../form/setting.js";
-import { Empty } from "../parts/empty.js";
 import { Input } from "../parts/field.js";
 import { jobView } from "../parts/job-page.js";
 import { Loading, ProblemBox } from "../parts/problem.js";
 import { Select } from "../parts/switch.js";
-import { TokenText } from "../parts/tokens.js";
+import { Empty, TokenText } from "../parts/text.js";
 
 /** Settings: name in the request, label, hint. */
 const SETTINGS = [

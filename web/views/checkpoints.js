@@ -8,14 +8,13 @@ import { hasScope, session } from "../core/session.js";
 import { cls, html, useState } from "../core/ui.js";
 import { useAction } from "../core/action.js";
 import { Certificate } from "../parts/certificate.js";
-import { Empty } from "../parts/empty.js";
 import { Exports } from "../parts/exports.js";
 import { jobView } from "../parts/job-page.js";
 import { Loading, ProblemBox } from "../parts/problem.js";
 import { Pushes } from "../parts/push.js";
 import { Switch } from "../parts/switch.js";
 import { Table } from "../parts/table.js";
-import { Ago, Code, Copy } from "../parts/text.js";
+import { Ago, Code, Copy, Empty } from "../parts/text.js";
 import { usageExamples, verifyCommand } from "../parts/usage.js";
 
 /** Metrics in the list. The details of a checkpoint show all of them. */

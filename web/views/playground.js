@@ -10,13 +10,12 @@ import { hasScope } from "../core/session.js";
 import { html, useEffect, useRef, useState } from "../core/ui.js";
 import { useAction } from "../core/action.js";
 import { parseNumber } from "../form/setting.js";
-import { Empty } from "../parts/empty.js";
 import { Input } from "../parts/field.js";
 import { MarkedText } from "../parts/group.js";
 import { jobView } from "../parts/job-page.js";
-import { LongText, truncate } from "../parts/long.js";
 import { Loading, ProblemBox } from "../parts/problem.js";
 import { Select } from "../parts/switch.js";
+import { Empty, LongText, truncate } from "../parts/text.js";
 
 /** Prompt formats: the text is one user message, the whole prompt (no chat template), or a JSON list of messages. */
 const FORMATS = [["user", "user message"], ["text", "plain text, no chat template"], ["chat", "chat messages (JSON)"]];

@@ -11,10 +11,10 @@ import { useSignal } from "../core/signal.js";
 import { cls, html, useEffect, useMemo, useRef, useState } from "../core/ui.js";
 import { Advantage, Group, groupsOf, maxAdvantage, rewardStats } from "../parts/group.js";
 import { jobView } from "../parts/job-page.js";
-import { truncate } from "../parts/long.js";
 import { ProblemBox } from "../parts/problem.js";
 import { Select, Switch } from "../parts/switch.js";
 import { Table } from "../parts/table.js";
+import { truncate } from "../parts/text.js";
 
 /** Maximum number of samples of one prompt in its chart; the latest are used. */
 const MAX_PROMPT_SAMPLES = 3000;

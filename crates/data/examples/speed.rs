@@ -50,8 +50,14 @@ fn best_of_three(path: &std::path::Path, recipe: &Value) -> Result<f64, Box<dyn 
     let cancelled = AtomicBool::new(false);
     let mut best = 0.0_f64;
     for _ in 0..3 {
-        let options =
-            Options { format: None, chat_default: true, answers: false, max_bytes: u64::MAX, cancelled: &cancelled };
+        let options = Options {
+            format: None,
+            chat_default: true,
+            answers: false,
+            max_bytes: u64::MAX,
+            cancelled: &cancelled,
+            images: None,
+        };
         let begun = Instant::now();
         let converted = convert(&sources, &recipe, &options, &mut Hashed(Sha256::new()))
             .map_err(|rejected| rejected.errors.first().map_or_else(String::new, |error| error.detail.clone()))?;

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use rlood_types::dataset::{
     Format, InvalidRecipe, MAX_ERRORS, MAX_ROW_BYTES, Recipe, RecipeMap, Rejected, RowError, RowPlace, Rows, Summary,
-    check_row, presets,
+    presets,
 };
 use serde_json::Value;
 
 use super::columns::{kind, unknown};
+use super::images::Images;
 use super::keys::Keys;
 use super::mapping::{Mapped, Mapping};
 use super::source::{Flow, NOT_FETCHED, Place, Source, Wanted, each_row, whole};
@@ -35,6 +36,8 @@ pub struct Options<'o> {
     pub max_bytes: u64,
     /// Another thread sets this to true to cancel the conversion.
     pub cancelled: &'o AtomicBool,
+    /// Stores the images of rows; `None` = rows with images are refused.
+    pub images: Option<&'o Images>,
 }
 
 /// The result of writing a dataset.
@@ -96,7 +99,7 @@ pub fn convert(
     };
     let mut pass = Pass::new(mapping.as_ref(), options);
     let mut writer =
-        Writer { out, rows: Rows::default(), buffer: Vec::new(), written: 0, max_bytes: options.max_bytes };
+        Writer { out, rows: rows_of(options), buffer: Vec::new(), written: 0, max_bytes: options.max_bytes };
     pass.run(sources, &mut |row| match sample.next() {
         Choice::Take => writer.take(row),
         Choice::Leave => Ok(Flow::More),
@@ -105,6 +108,14 @@ pub fn convert(
     let rows_read = pass.rows_read;
     let summary = writer.finish()?;
     Ok(Converted { summary, rows_read })
+}
+
+/// Returns the writer of rows, which stores the images if the options say where.
+fn rows_of(options: &Options<'_>) -> Rows {
+    match options.images {
+        Some(images) => Rows::default().with_images(Box::new(images.clone())),
+        None => Rows::default(),
+    }
 }
 
 /// Previews the first rows of the source files: as they are, and after mapping. Writes nothing and reads only as much as it needs.
@@ -156,9 +167,10 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
     let mapping = compile(recipe, options)?;
     let mut pass = Pass::new(mapping.as_ref(), options);
     pass.is_late = &is_late;
+    let mut checked = rows_of(options);
     let (mut mapped, limit) = (Vec::new(), rows.min(usize::try_from(recipe.limit.unwrap_or(u64::MAX)).unwrap_or(rows)));
-    let ended = pass.run(sources, &mut |row| {
-        check_row(&row).map_err(|(code, detail)| whole(code, detail))?;
+    let ended = pass.run(sources, &mut |mut row| {
+        checked.check(&mut row).map_err(|(code, detail)| whole(code, detail))?;
         mapped.push(row);
         Ok(if mapped.len() >= limit { Flow::Enough } else { Flow::More })
     });
@@ -418,11 +430,11 @@ struct Writer<'w> {
 }
 
 impl Writer<'_> {
-    fn take(&mut self, row: Value) -> Result<Flow, RowError> {
-        check_row(&row).map_err(|(code, detail)| whole(code, detail))?;
+    fn take(&mut self, mut row: Value) -> Result<Flow, RowError> {
+        self.rows.check(&mut row).map_err(|(code, detail)| whole(code, detail))?;
         let before = self.buffer.len();
         let errors = self.rows.num_errors();
-        self.rows.add_value(RowPlace::File, &row, &mut self.buffer);
+        self.rows.add_checked(RowPlace::File, &row, &mut self.buffer);
         if self.rows.num_errors() > errors {
             let bytes = row.to_string().len();
             let detail = if bytes > MAX_ROW_BYTES {

@@ -11,6 +11,7 @@ mod card;
 mod columns;
 mod convert;
 mod glob;
+mod images;
 mod keys;
 mod mapping;
 mod source;
@@ -18,4 +19,5 @@ mod variables;
 
 pub use card::{CannotChoose, Chosen, choose};
 pub use convert::{Converted, Options, Preview, PreviewColumn, convert, preview};
+pub use images::{ImageCounts, ImageLimits, Images};
 pub use source::{NOT_FETCHED, Ranges, Source};

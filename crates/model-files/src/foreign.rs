@@ -45,6 +45,8 @@ pub struct ForeignCard {
     pub precision: Option<TensorDtype>,
     /// The model's chat template, as Jinja source.
     pub chat_template: Option<String>,
+    /// Whether the model reads images besides text.
+    pub reads_images: bool,
 }
 
 impl ForeignCard {
@@ -101,6 +103,7 @@ impl ForeignCard {
             vocab_size,
             precision: weights::precision(&weights),
             chat_template: tokenizer.chat_template,
+            reads_images: config.get("vision_config").is_some_and(Value::is_object),
         }))
     }
 }

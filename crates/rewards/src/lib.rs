@@ -9,7 +9,7 @@
 //!
 //! This file is longer than others: the public types of a scored sample and the function that scores are read together.
 
-use rlood_types::{callback, digest, event, id, job, outgoing, protocol, rollout, spec};
+use rlood_types::{callback, dataset, digest, event, id, job, outgoing, protocol, rollout, spec};
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

@@ -248,11 +248,13 @@ impl Reward for Webhook {
             let mut judgements: Vec<Option<Judgement>> = vec![None; samples.len()];
             let mut indices = Vec::with_capacity(samples.len());
             let mut pieces = Vec::with_capacity(samples.len());
+            let terms = self.journal.as_ref().and_then(|journal| journal.callbacks());
             for (index, sample) in samples.iter().enumerate() {
                 // Rendering a sample's template may take long, so other async tasks may run between two samples.
                 tokio::task::yield_now().await;
                 match self.dialect.piece(sample) {
-                    Ok(piece) => {
+                    Ok(mut piece) => {
+                        request::add_image_urls(&mut piece, terms.filter(|_| self.dialect.answers_later()), job.job);
                         indices.push(index);
                         pieces.push(piece);
                     }

@@ -4,6 +4,7 @@
 //! rlood.lock                              locked by the server that uses the directory
 //! rlood.db                                the database (store.rs)
 //! datasets/DATASET.ndjson                 canonical rows
+//! datasets/DATASET.images/SHA256          the images of the rows, if they have any
 //! adapters/ADAPTER/FILE                   imported PEFT adapters
 //! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints; attempt 0 = copied by a fork
 //! initial/JOB/…                           starting files of a job with a warm start
@@ -119,6 +120,8 @@ pub struct StagedDone {
     pub size_bytes: u64,
     /// SHA-256 of the file's bytes.
     pub sha256: Sha256Digest,
+    /// The images of the rows, if this is a dataset with images.
+    images: Option<StagedDir>,
 }
 
 /// A file or directory that is removed when this value is dropped.
@@ -182,6 +185,16 @@ impl DataDir {
         self.datasets().join(format!("{id}.ndjson"))
     }
 
+    /// Returns the directory of a dataset's images. It exists only if rows have images.
+    pub fn dataset_images(&self, id: DatasetId) -> PathBuf {
+        images_beside(&self.dataset(id))
+    }
+
+    /// Returns the path of an image of a dataset.
+    pub fn dataset_image(&self, id: DatasetId, sha256: Sha256Digest) -> PathBuf {
+        self.dataset_images(id).join(sha256.to_string())
+    }
+
     /// Returns the directory of a published checkpoint.
     pub fn checkpoint_dir(&self, job: JobId, step: u64, attempt: u64) -> PathBuf {
         self.checkpoints().join(job.to_string()).join(format!("{step}-{attempt}"))
@@ -235,9 +248,10 @@ impl DataDir {
         remove_tree(&self.checkpoints().join(job.to_string()))
     }
 
-    /// Removes a dataset's file. Blocking.
+    /// Removes a dataset's file and its images. Blocking.
     pub fn dataset_remove(&self, id: DatasetId) -> Result<(), FilesError> {
         let path = self.dataset(id);
+        remove_tree(&self.dataset_images(id))?;
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(cannot("remove", &path)(error)),
             _ => Ok(()),
@@ -264,10 +278,11 @@ impl DataDir {
 
     /// Removes checkpoint directories and dataset files without a database row. Called at start. Blocking.
     pub fn sweep(&self, checkpoints: &[(JobId, u64, u64)], datasets: &[DatasetId]) -> Result<(), FilesError> {
-        let datasets: HashSet<PathBuf> = datasets.iter().map(|id| self.dataset(*id)).collect();
+        let datasets: HashSet<PathBuf> =
+            datasets.iter().flat_map(|id| [self.dataset(*id), self.dataset_images(*id)]).collect();
         for path in entries(&self.datasets())? {
             if !datasets.contains(&path) {
-                fs::remove_file(&path).map_err(cannot("remove", &path))?;
+                remove_tree(&path)?;
             }
         }
         let jobs: HashSet<PathBuf> =
@@ -326,7 +341,7 @@ impl StagedFile {
         self.file.flush().await.map_err(cannot("write to", self.path.path()))?;
         self.file.sync_all().await.map_err(cannot("sync", self.path.path()))?;
         fail_point!("files.synced").map_err(cannot("sync", self.path.path()))?;
-        Ok(StagedDone { path: self.path, size_bytes: self.size_bytes, sha256: self.hasher.into() })
+        Ok(StagedDone { path: self.path, size_bytes: self.size_bytes, sha256: self.hasher.into(), images: None })
     }
 }
 
@@ -336,14 +351,34 @@ impl StagedDone {
         self.path.path()
     }
 
-    /// Renames the file to its final path, durably.
+    /// Adds the images of the rows, which are published with the file.
+    #[must_use]
+    pub fn with_images(mut self, images: StagedDir) -> Self {
+        self.images = Some(images);
+        self
+    }
+
+    /// Renames the file to its final path, durably. Images are moved first, so that rows never refer to missing ones.
     pub async fn publish(self, to: &Path) -> Result<(), FilesError> {
+        if let Some(images) = self.images {
+            let target = images_beside(to);
+            let placed = tokio::task::spawn_blocking(move || {
+                copy::sync_files(images.path())?;
+                fs::rename(images.path(), &target).map_err(cannot("move a directory to", &target))
+            });
+            placed.await.unwrap_or_else(|error| Err(cannot("move images beside", to)(io::Error::other(error))))?;
+        }
         tokio::fs::rename(self.path.path(), to).await.map_err(cannot("move a file to", to))?;
         self.path.disarm();
         let parent = to.parent().unwrap_or(Path::new("/")).to_owned();
         let synced = tokio::task::spawn_blocking(move || sync_dir(&parent)).await;
         synced.unwrap_or_else(|error| Err(cannot("flush the directory of the file", to)(io::Error::other(error))))
     }
+}
+
+/// Returns the directory of the images that belong to a file of rows.
+fn images_beside(rows: &Path) -> PathBuf {
+    rows.with_extension("images")
 }
 
 /// Returns the size and SHA-256 of a file. Blocking.

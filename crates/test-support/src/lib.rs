@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+pub mod images;
 pub mod templates;
 
 /// Returns the absolute path of a file or folder that is given relative to the top of the repository.

@@ -33,11 +33,30 @@ impl CallbackTerms {
         self.public_url.as_ref().map(|url| format!("{url}/reward-callbacks/{id}"))
     }
 
+    /// Returns the URL of an image of a job's dataset, which is valid for seven to eight days. It is the same all day.
+    pub fn image_url(&self, job: &str, sha256: &str, now_s: i64) -> Option<String> {
+        const DAY_S: i64 = 86_400;
+        let expires = (now_s / DAY_S).saturating_add(8).saturating_mul(DAY_S);
+        let token = self.image_token(job, sha256, expires);
+        self.public_url
+            .as_ref()
+            .map(|url| format!("{url}/reward-images/{job}/{sha256}?expires={expires}&token={token}"))
+    }
+
+    /// Returns the token of an image's URL that is valid until `expires`, Unix time in seconds.
+    pub fn image_token(&self, job: &str, sha256: &str, expires: i64) -> String {
+        self.mac(&["reward-image", job, sha256, &expires.to_string()])
+    }
+
     /// Returns the token that the answer must carry. It is always the same for the same request id.
     pub fn token(&self, id: &str) -> String {
+        self.mac(&["reward-callback", id])
+    }
+
+    /// Returns the HMAC of the parts, joined by dots, which ids and digests do not have.
+    fn mac(&self, parts: &[&str]) -> String {
         let mut mac = Hmac::<Sha256>::new_from_slice(self.key.as_bytes()).expect("HMAC takes keys of any length");
-        mac.update(b"reward-callback.");
-        mac.update(id.as_bytes());
+        mac.update(parts.join(".").as_bytes());
         URL_SAFE_NO_PAD.encode(mac.finalize().into_bytes())
     }
 }

@@ -7,6 +7,7 @@
 //! This file is longer than others because the reader and the checks of a row share their wording and limits.
 
 mod answer;
+mod images;
 mod place;
 pub mod presets;
 mod recipe;
@@ -16,6 +17,7 @@ use serde_json::{Map, Value};
 
 use crate::strict_json;
 pub use answer::{Answered, COMPLETION, answered};
+pub use images::{IMAGES, ImageError, ImageFormat, ImageRef, ImageSink, MAX_IMAGES_PER_ROW, SentImage, image_refs};
 pub use place::RowPlace;
 pub use recipe::{InvalidRecipe, Map as RecipeMap, Recipe, Unique};
 use split::{CsvSplit, JsonSplit, LineSplit};
@@ -361,6 +363,13 @@ impl Reader {
         Self { rows, written: Rows::default() }
     }
 
+    /// Stores the images of rows with `sink`. Without it rows with images are refused.
+    #[must_use]
+    pub fn with_images(mut self, sink: Box<dyn ImageSink>) -> Self {
+        self.written = self.written.with_images(sink);
+        self
+    }
+
     /// Reads the next bytes and appends canonical rows to `out`. After the first bad row nothing more is written, but the rest is
     /// still read to find every bad row.
     pub fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
@@ -386,15 +395,44 @@ pub struct Rows {
     columns: Vec<String>,
     errors: Vec<RowError>,
     num_errors: u64,
+    images: Option<Box<dyn ImageSink>>,
 }
 
 impl Rows {
+    /// Stores the images of rows with `sink`. Without it rows with images are refused.
+    #[must_use]
+    pub fn with_images(mut self, sink: Box<dyn ImageSink>) -> Self {
+        self.images = Some(sink);
+        self
+    }
+
     /// Adds a row, or counts an error in its place. The row is appended to `out` unless an earlier row was bad.
     pub fn add(&mut self, place: RowPlace, row: Result<Value, RowError>, out: &mut Vec<u8>) {
-        match row {
-            Ok(value) => self.add_value(place, &value, out),
+        let checked = row.and_then(|mut value| match (self.check(&mut value), &value) {
+            (Ok(()), _) => Ok(value),
+            // Rows of a file can be mapped before they are checked, so the error suggests a mapping.
+            (Err((code @ "missing_prompt", _)), Value::Object(row)) => {
+                Err(RowError { place, code, detail: presets::advice(row) })
+            }
+            (Err((code, detail)), _) => Err(RowError { place, code, detail }),
+        });
+        match checked {
+            Ok(value) => self.add_checked(place, &value, out),
             Err(RowError { place, code, detail }) => self.error(place, code, detail),
         }
+    }
+
+    /// Checks a row, and replaces its images by references.
+    ///
+    /// # Errors
+    /// Fails with a stable code, and a text on how to fix the row.
+    pub fn check(&mut self, value: &mut Value) -> Result<(), (&'static str, String)> {
+        if let Value::Object(row) = value {
+            // The prompt comes first, so that no image of a bad row is stored.
+            check_prompt_of(row)?;
+            images::resolve(row, self.images.as_deref_mut().map(|sink| sink as &mut dyn ImageSink))?;
+        }
+        object_of(value).map(drop)
     }
 
     /// Returns the number of good rows.
@@ -407,16 +445,9 @@ impl Rows {
         self.num_errors
     }
 
-    /// Adds a row that was parsed already; see [`Rows::add`].
-    pub fn add_value(&mut self, place: RowPlace, value: &Value, out: &mut Vec<u8>) {
-        let row = match (check_row(value), value) {
-            (Ok(row), _) => row,
-            // Rows of a file can be mapped before they are checked, so the error suggests a mapping.
-            (Err((code @ "missing_prompt", _)), Value::Object(row)) => {
-                return self.error(place, code, presets::advice(row));
-            }
-            (Err((code, detail)), _) => return self.error(place, code, detail),
-        };
+    /// Adds a row that [`Rows::check`] has accepted.
+    pub fn add_checked(&mut self, place: RowPlace, value: &Value, out: &mut Vec<u8>) {
+        let Value::Object(row) = value else { return };
         for name in row.keys() {
             // Most rows have the same columns, so a linear search of the short column list is fast.
             if !self.columns.iter().any(|known| known == name) {
@@ -466,23 +497,32 @@ impl Rows {
     }
 }
 
-/// Checks one row: an object, without image columns, with a usable prompt. Also used for rows inside a job.
+/// Checks one row that is sent with a job: an object, without image columns, with a usable prompt.
 ///
 /// # Errors
 /// Fails with a stable code, and a text on how to fix the row.
-pub fn check_row(value: &Value) -> Result<&Map<String, Value>, (&'static str, String)> {
-    let Value::Object(row) = value else {
-        return Err(("not_an_object", format!("a row must be a JSON object, not {}", kind(value))));
-    };
-    if let Some(name) = ["image", "images"].into_iter().find(|name| row.contains_key(*name)) {
-        return Err((
-            "images_unsupported",
-            format!("the column '{name}' contains images: only text can be trained on; remove the column"),
-        ));
+pub fn check_row(value: &Value) -> Result<(), (&'static str, String)> {
+    let row = object_of(value)?;
+    if let Some(name) = ["image", IMAGES].into_iter().find(|name| row.contains_key(*name)) {
+        let detail = format!(
+            "the column '{name}' contains images: upload such rows with POST /datasets, and give the job the dataset's id"
+        );
+        return Err(("images_unsupported", detail));
     }
+    check_prompt_of(row)
+}
+
+fn object_of(value: &Value) -> Result<&Map<String, Value>, (&'static str, String)> {
+    match value {
+        Value::Object(row) => Ok(row),
+        _ => Err(("not_an_object", format!("a row must be a JSON object, not {}", kind(value)))),
+    }
+}
+
+fn check_prompt_of(row: &Map<String, Value>) -> Result<(), (&'static str, String)> {
     match row.get(PROMPT) {
         None => Err(("missing_prompt", missing_prompt(row.keys().map(String::as_str)))),
-        Some(prompt) => check_prompt(prompt).map(|()| row),
+        Some(prompt) => check_prompt(prompt),
     }
 }
 

@@ -7,6 +7,7 @@
 //! POST /worker/register                                   Register      → Registered
 //! POST /worker/claim                                      ClaimRequest  → 200 Claim | 204
 //! GET  /worker/jobs/{id}/datasets/{dataset_id}?attempt=N  → ndjson, one record per line
+//! GET  /worker/jobs/{id}/datasets/{dataset_id}/images/{sha256}?attempt=N  → an image that rows name
 //! GET  /worker/jobs/{id}/resume/{name}?attempt=N          → a file of the checkpoint named in the claim
 //! GET  /worker/jobs/{id}/initial/{name}?attempt=N         → a file that the job starts from (warm start)
 //! GET  /worker/jobs/{id}/models/{model}?attempt=N         → ModelFiles, long-polled while the server hashes them

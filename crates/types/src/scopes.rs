@@ -141,6 +141,8 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("DELETE", "/session", Needs(Read)),
         // Reward services send late answers here, each with its own token.
         ("POST", "/reward-callbacks/{id}", Open),
+        // Reward services read images here, each with its own token.
+        ("GET", "/reward-images/{job}/{sha256}", Open),
         ("GET", "/metrics", Needs(Read)),
         ("GET", "/workers", Needs(Read)),
         ("GET", "/system/storage", Needs(Read)),
@@ -206,6 +208,7 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("DELETE", "/datasets/{id}", Needs(Submit)),
         ("GET", "/datasets/{id}/content", Needs(Read)),
         ("GET", "/datasets/{id}/rows", Needs(Read)),
+        ("GET", "/datasets/{id}/images/{sha256}", Needs(Read)),
         ("GET", "/models", Needs(Read)),
         ("POST", "/models", Needs(Submit)),
         ("GET", "/models/{id}", Needs(Read)),

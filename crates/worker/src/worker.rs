@@ -17,6 +17,7 @@ mod events;
 mod failure;
 mod fetch;
 mod host;
+mod images;
 mod job_models;
 mod journal;
 mod models;

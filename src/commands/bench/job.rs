@@ -74,6 +74,7 @@ pub(super) fn plan(
             modules: card.config.module_names(),
             beyond_gpu: card.config.beyond_gpu(),
             foreign: None,
+            reads_images: false,
         }),
         dataset: Some(DatasetFacts { prompt_lengths: Some(longest), ..DatasetFacts::of_records(&records) }),
         memory_limit_bytes: machine_memory_bytes(),

@@ -5,7 +5,7 @@ use futures::stream;
 use serde_json::Value;
 
 use super::{AppState, Prompts, Source};
-use crate::dataset::Format;
+use crate::dataset::{Format, Reader};
 use crate::http::dataset_sources::written;
 use crate::http::error::Problem;
 use crate::http::lookup::EvalPrompts;
@@ -105,12 +105,13 @@ pub(super) async fn store_source(
         Source::Records(records) => {
             let lines = records.into_iter().map(|record| Ok::<_, Problem>(Bytes::from(format!("{record}\n"))));
             let (summary, staged) =
-                read_rows(state, Format::Ndjson, None, stream::iter(lines), |problem| problem).await?;
+                read_rows(state, Reader::new(Format::Ndjson), None, stream::iter(lines), |problem| problem).await?;
             (summary, staged, None)
         }
         several @ Source::Several(_) => {
             let origin = several.origin();
-            let (summary, staged) = written(state, Format::Ndjson, None, move |out| several.write(out)).await?;
+            let (summary, staged) =
+                written(state, Reader::new(Format::Ndjson), None, move |out| several.write(out)).await?;
             (summary, staged, origin)
         }
     };

@@ -204,4 +204,12 @@ impl Client {
     pub async fn download_dataset(&self, id: DatasetId, to: &Path) -> Result<Downloaded, Error> {
         self.download(self.get(&["datasets", &id.to_string(), "content"]), to, None).await
     }
+
+    /// Downloads an image of a dataset, which rows name by its SHA-256 in hex.
+    ///
+    /// # Errors
+    /// Returns an [`Error`] if the call fails.
+    pub async fn download_image(&self, id: DatasetId, sha256: &str, to: &Path) -> Result<Downloaded, Error> {
+        self.download(self.get(&["datasets", &id.to_string(), "images", sha256]), to, None).await
+    }
 }

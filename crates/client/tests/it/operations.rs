@@ -10,6 +10,7 @@ const OTHERWISE: &[(&str, Option<&str>)] = &[
     ("get_archive", Some("download_archive")),
     ("get_content", Some("download_dataset")),
     ("get_file", Some("download_file")),
+    ("get_image", Some("download_image")),
     ("get_export_archive", Some("download_export_archive")),
     ("get_export_file", Some("download_export_file")),
     // The same operations with the model in the path.
@@ -19,6 +20,8 @@ const OTHERWISE: &[(&str, Option<&str>)] = &[
     ("tokenize_of", None),
     ("detokenize_of", None),
     ("tokenizer_info_of", None),
+    // The whole URL is in a reward request, with its token.
+    ("get_reward_image", None),
     // Sessions use a cookie for browsers; programs use their key.
     ("open_session", None),
     ("end_session", None),

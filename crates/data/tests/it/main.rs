@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 static GO_ON: AtomicBool = AtomicBool::new(false);
 
 fn options() -> Options<'static> {
-    Options { format: None, chat_default: true, answers: false, max_bytes: 1 << 30, cancelled: &GO_ON }
+    Options { format: None, chat_default: true, answers: false, max_bytes: 1 << 30, cancelled: &GO_ON, images: None }
 }
 
 fn fixture_path(name: &str) -> PathBuf {

@@ -22,8 +22,14 @@ const GIB: usize = 1 << 30;
 fn read(path: &Path) -> String {
     let map = json!({"map": {"prompt": "prompt", "where": "prompt != big", "keep": ["prompt"]}});
     let cancelled = AtomicBool::new(false);
-    let options =
-        Options { format: None, chat_default: false, answers: false, max_bytes: 1 << 30, cancelled: &cancelled };
+    let options = Options {
+        format: None,
+        chat_default: false,
+        answers: false,
+        max_bytes: 1 << 30,
+        cancelled: &cancelled,
+        images: None,
+    };
     let recipe = serde_json::from_value(map).unwrap();
     match convert(&[Source::file("a.parquet", path)], &recipe, &options, &mut std::io::sink()) {
         Ok(done) => format!("{} rows", done.rows_read),

@@ -40,6 +40,7 @@ fn plan(beta: f64) -> Plan {
         modules: Vec::new(),
         beyond_gpu: None,
         foreign: None,
+        reads_images: false,
     };
     let context = spec::Context {
         model: Some(model),

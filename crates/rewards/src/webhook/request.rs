@@ -7,7 +7,10 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::JobContext;
+use crate::callback::CallbackTerms;
+use crate::dataset::{IMAGES, ImageRef, image_refs};
 use crate::event::FinishReason;
+use crate::id::JobId;
 use crate::meter::About;
 use crate::rollout::RewardSample;
 use crate::spec::WebhookPlan;
@@ -143,7 +146,9 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         completion: &'a str,
         finish_reason: FinishReason,
         num_tokens: u32,
-        columns: &'a Map<String, Value>,
+        columns: Cow<'a, Map<String, Value>>,
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        images: Vec<ImageRef>,
     }
     let RewardSample {
         sample_id,
@@ -158,6 +163,11 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         completion_ids: _,
         columns,
     } = sample;
+    let images = image_refs(columns);
+    let mut columns = Cow::Borrowed(columns);
+    if columns.get(IMAGES).and_then(Value::as_array).is_some_and(|all| all.len() == images.len()) {
+        columns.to_mut().shift_remove(IMAGES);
+    }
     let wire = Wire {
         sample_id,
         group_id,
@@ -168,8 +178,21 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         finish_reason: *finish_reason,
         num_tokens: *num_tokens,
         columns,
+        images,
     };
     serde_json::to_value(&wire).expect("strings and JSON values can be serialized")
+}
+
+/// Adds the URL of each image to a sample in the format of contract v1, if the server has a public address.
+pub(super) fn add_image_urls(sample: &mut Value, terms: Option<&CallbackTerms>, job: JobId) {
+    let (Some(terms), Some(images)) = (terms, sample.get_mut(IMAGES).and_then(Value::as_array_mut)) else { return };
+    let now_s = jiff::Timestamp::now().as_second();
+    for image in images {
+        let url = image["sha256"].as_str().and_then(|sha256| terms.image_url(&job.to_string(), sha256, now_s));
+        if let Some(url) = url {
+            image["url"] = url.into();
+        }
+    }
 }
 
 /// Limits on the samples in one request.

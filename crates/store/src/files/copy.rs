@@ -63,6 +63,14 @@ pub fn sync_tree(root: &Path) -> Result<(), FilesError> {
     sync_dir(root)
 }
 
+/// Makes the files of a directory durable, and their names. Blocking.
+pub fn sync_files(dir: &Path) -> Result<(), FilesError> {
+    for path in entries(dir)? {
+        File::open(&path).and_then(|file| file.sync_all()).map_err(cannot("sync", &path))?;
+    }
+    sync_dir(dir)
+}
+
 /// Returns every file of an existing tree. Blocking.
 pub fn files_below(root: &Path) -> Result<Vec<PathBuf>, FilesError> {
     let mut found = Vec::new();

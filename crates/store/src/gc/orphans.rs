@@ -62,7 +62,8 @@ pub(super) async fn without_rows(
     rules: GcRules,
 ) -> Result<Vec<GcItem>, StorageError> {
     let mut named: HashSet<PathBuf> = HashSet::new();
-    named.extend(store.dataset_ids().await?.into_iter().map(|id| files.dataset(id)));
+    let datasets = store.dataset_ids().await?.into_iter();
+    named.extend(datasets.flat_map(|id| [files.dataset(id), files.dataset_images(id)]));
     let checkpoints = store.checkpoint_keys().await?.into_iter();
     named.extend(checkpoints.map(|(job, step, attempt)| files.checkpoint_dir(job, step, attempt)));
     named.extend(store.adapter_ids().await?.into_iter().map(|id| files.adapter_dir(id)));

@@ -20,6 +20,7 @@ pub(crate) fn resolved(document: Value) -> Plan {
         modules: Vec::new(),
         beyond_gpu: None,
         foreign: None,
+        reads_images: false,
     };
     let context =
         Context { model: Some(model), dataset: Some(DatasetFacts::of_records(&records)), ..Context::default() };

@@ -8,6 +8,7 @@ use super::footprint::Place;
 use super::plan::{DatasetPlan, RuntimeFacts, SourcePlan};
 use super::warm::WarmStartFacts;
 use super::{PromptKey, PromptLengths};
+use crate::dataset::IMAGES;
 use crate::id::DatasetId;
 
 /// Facts about the model and datasets that a job names. `None` = unknown; the code that looked it up has reported the error.
@@ -78,6 +79,8 @@ pub struct ModelFacts {
     pub beyond_gpu: Option<&'static str>,
     /// The model's architecture, if rlood's own engine does not have it.
     pub foreign: Option<String>,
+    /// Whether the model reads images besides text.
+    pub reads_images: bool,
 }
 
 /// Properties of a reward model that a plan depends on.
@@ -161,6 +164,11 @@ impl DatasetFacts {
         let sources = self.sources.iter().map(|source| source.plan.clone()).collect();
         let num_rows = if self.is_pending { 0 } else { self.num_rows };
         DatasetPlan { sources, ..DatasetPlan::new(self.id, self.sha256.clone(), num_rows) }
+    }
+
+    /// Whether rows have images.
+    pub fn has_images(&self) -> bool {
+        self.columns.iter().any(|column| column == IMAGES)
     }
 
     /// Creates the facts of a dataset with rows in a file.

@@ -35,7 +35,8 @@ const QUANTIZED: &str = "use training.load_in_4bit, training.bnb_4bit_quant_type
 const ONE_DEVICE: &str = "rlood's own engine trains on one device; for several use runtime \"trl\" with resources.devices, and runtime.zero_stage to divide the weights";
 const EIGHT_BITS: &str =
     "use runtime {\"name\": \"trl\", \"load_in_8bit\": true}: only TRL trains on a base model in 8 bits";
-const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
+const IMAGES_OF_ROWS: &str = "images are part of the dataset's rows: upload them with POST /datasets (images: [{\"file\": …}] and a zip), and use runtime \"trl\"";
+const NO_VIDEO: &str = "prompts are text and images: videos cannot be used";
 const BATCH: &str = "the size of a batch is its number of prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); the worker chooses micro-batches itself";
 const SAVING: &str = "use checkpoints {every_steps, every_seconds, keep_last, keep_best, metric_for_best}";
 const EARLY: &str = "use early_stopping {metric, patience, min_delta}";
@@ -255,7 +256,8 @@ const KEYS: &[Entry] = &[
         "the worker has its own kernels and reads the model's limits by itself; remove this key",
     ),
     (&["use_vllm"], FOREIGN, VLLM),
-    (&["image", "images", "image_column", "pixel_values", "video", "videos"], LATER, TEXT_ONLY),
+    (&["image", "images", "image_column", "pixel_values"], LATER, IMAGES_OF_ROWS),
+    (&["video", "videos"], LATER, NO_VIDEO),
     (
         &["scale_rewards", "loss_type", "importance_sampling_level"],
         FOREIGN,

@@ -7,7 +7,7 @@ use crate::dataset::check_row;
 
 /// Maximum number of rows whose errors are listed; for the others only their number is reported.
 const MAX_ROW_ERRORS: usize = 20;
-/// Columns with images, which only a multimodal trainer could use.
+/// Columns with images, which only the runtime trl can use.
 const IMAGE_COLUMNS: [&str; 2] = ["image", "images"];
 
 /// The longest prompts of a dataset, in tokens of the job's model.
@@ -47,7 +47,7 @@ pub fn check_records(records: &[Value], pointer: &str) -> Vec<FieldError> {
 
 fn check_record(record: &Value) -> Result<(), FieldError> {
     let (code, detail) = match check_row(record) {
-        Ok(_) => return Ok(()),
+        Ok(()) => return Ok(()),
         Err(complaint) => complaint,
     };
     let pointer = if record.is_object() { "/prompt" } else { "" };
@@ -60,7 +60,13 @@ pub(super) fn image_column<'c>(mut columns: impl Iterator<Item = &'c str>) -> Op
     columns.find(|column| IMAGE_COLUMNS.contains(column))
 }
 
-/// Returns the error text for a column that contains images.
+/// Returns the error text for a column with images where only text is read.
 pub(super) fn image_detail(column: &str) -> String {
-    format!("column '{column}': prompts are text only, images cannot be used; leave the column out")
+    format!("column '{column}': these prompts are text only, images cannot be used; leave the column out")
+}
+
+/// Returns the error text for a source with images among several.
+pub(super) fn one_of_several_detail() -> String {
+    "a dataset with images must be the only source of a job: store all rows as one dataset with POST /datasets"
+        .to_owned()
 }

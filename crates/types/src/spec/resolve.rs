@@ -11,7 +11,7 @@ use super::facts::{Context, DatasetFacts, ModelFacts};
 use super::footprint::Place;
 use super::mixture::Mixture;
 use super::oversight::resolve_metrics;
-use super::prompts::{image_column, image_detail};
+use super::prompts::one_of_several_detail;
 use super::reader::shown;
 use super::rloo;
 use super::rollouts;
@@ -229,7 +229,6 @@ fn check_dataset(
     at: &str,
     errors: &mut Vec<FieldError>,
 ) {
-    let columns = facts.columns.iter().map(String::as_str);
     let inline = inline_records(spec, at);
     if !inline && facts.num_rows == 0 {
         errors.push(FieldError::new(at, "empty_dataset", "the dataset is empty: it needs at least one row"));
@@ -238,8 +237,8 @@ fn check_dataset(
         let detail = format!("the dataset has no column 'prompt', only: {}", facts.columns.join(", "));
         errors.push(FieldError::new(at, "missing_column", detail));
     }
-    if let Some(column) = image_column(columns).filter(|_| !inline) {
-        errors.push(FieldError::new(at, "unsupported", image_detail(column)));
+    if facts.has_images() && !facts.sources.is_empty() {
+        errors.push(FieldError::new(at, "unsupported", one_of_several_detail()));
     }
     if let Some(model) = model.filter(|model| facts.has_chat_prompts && !model.has_chat_template) {
         let detail = format!(

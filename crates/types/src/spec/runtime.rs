@@ -53,6 +53,8 @@ fn only_trl(spec: &JobSpec, context: &Context) -> Vec<(&'static str, String)> {
     if let Some(architecture) = context.model.as_ref().and_then(|model| model.foreign.as_ref()) {
         found.push(("/model", format!("the job trains a model of the architecture '{architecture}'")));
     }
+    let with_images = context.datasets().filter(|(facts, _)| facts.has_images());
+    found.extend(with_images.map(|(_, at)| (at, "the job trains on images".to_owned())));
     if spec.resources.devices > 1 {
         found.push(("/resources/devices", format!("the job asks for {} devices", spec.resources.devices)));
     }
@@ -120,7 +122,18 @@ fn beyond_trl(spec: &JobSpec, context: &Context) -> Vec<FieldError> {
     let refused = refused.map(|(_, at, what, remedy)| {
         FieldError::new(at, "unsupported_by_runtime", format!("the runtime trl does not support {what}: {remedy}"))
     });
-    refused.chain(uneven_ranks(spec)).collect()
+    refused.chain(uneven_ranks(spec)).chain(unread_images(context)).collect()
+}
+
+/// Refuses images for a model that reads text only.
+fn unread_images(context: &Context) -> Option<FieldError> {
+    context.dataset.as_ref().filter(|facts| facts.has_images())?;
+    let model = context.model.as_ref().filter(|model| !model.reads_images)?;
+    let detail = format!(
+        "the dataset has images, but the model '{}' reads text only: choose a vision-language model, or a dataset without images",
+        model.id
+    );
+    Some(FieldError::new("/model", "reads_no_images", detail))
 }
 
 /// Refuses a number of devices that does not divide the completions of a step.
@@ -156,7 +169,9 @@ fn find_environment<'c>(
     }
     let quantized = (spec.runtime.load_in_8bit || spec.training.load_in_4bit).then_some("quantized");
     let deepspeed = spec.runtime.zero_stage.map(|_| "deepspeed");
-    let needed: Vec<&str> = quantized.into_iter().chain(deepspeed).collect();
+    let reads_images = context.model.as_ref().is_some_and(|model| model.reads_images);
+    let vlm = reads_images.then_some("vlm");
+    let needed: Vec<&str> = quantized.into_iter().chain(deepspeed).chain(vlm).collect();
     let has = |facts: &RuntimeFacts, extra: &str| facts.extras.iter().any(|found| found == extra);
     let complete: Vec<&RuntimeFacts> =
         usable.into_iter().filter(|facts| needed.iter().all(|extra| has(facts, extra))).collect();
@@ -202,6 +217,15 @@ mod tests {
         runtimes: Vec<RuntimeFacts>,
         foreign: Option<&str>,
     ) -> Result<Resolution, Vec<(String, String)>> {
+        resolved_columns(changes, runtimes, foreign, &["prompt"])
+    }
+
+    fn resolved_columns(
+        changes: Value,
+        runtimes: Vec<RuntimeFacts>,
+        foreign: Option<&str>,
+        columns: &[&str],
+    ) -> Result<Resolution, Vec<(String, String)>> {
         let records: Vec<Value> = (0..8).map(|row| json!({"prompt": format!("p {row}")})).collect();
         let mut document = json!({
             "model": "m", "dataset": {"records": records}, "rewards": [{"type": "length"}],
@@ -230,8 +254,10 @@ mod tests {
             modules: Vec::new(),
             beyond_gpu: None,
             foreign: foreign.map(str::to_owned),
+            reads_images: foreign.is_some_and(|name| name.ends_with("_vl")),
         };
-        let dataset = Some(DatasetFacts::of_records(&records));
+        let columns = columns.iter().map(|&column| column.to_owned()).collect();
+        let dataset = Some(DatasetFacts { columns, ..DatasetFacts::of_records(&records) });
         resolve(&spec, &Context { model: Some(model), dataset, runtimes, ..Context::default() }).map_err(codes)
     }
 
@@ -263,6 +289,25 @@ mod tests {
         };
         assert_eq!(name(json!({})).unwrap_err(), error("/model", "needs_runtime"));
         assert_eq!(name(json!({"runtime": "auto"})).unwrap(), RuntimeName::Trl);
+    }
+
+    #[test]
+    fn images_need_trl_a_model_that_reads_them_and_the_packages_for_it() {
+        let rows = |changes: Value, extras: &[&str], model: &str| {
+            resolved_columns(changes, vec![environment("1.16.0", extras, 4, false)], Some(model), &["prompt", "images"])
+        };
+        let own = rows(json!({}), &["vlm"], "qwen2_5_vl").unwrap_err();
+        assert_eq!(own, [error("/model", "needs_runtime"), error("/dataset", "needs_runtime")].concat());
+        assert_eq!(
+            rows(json!({"runtime": "trl"}), &["vlm"], "newest_5").unwrap_err(),
+            error("/model", "reads_no_images")
+        );
+        let missing = rows(json!({"runtime": "trl"}), &["quantized"], "qwen2_5_vl").unwrap_err();
+        assert_eq!(missing, error("/runtime", "runtime_extra_missing"));
+        for name in ["trl", "auto"] {
+            let plan = rows(json!({"runtime": name}), &["vlm"], "qwen2_5_vl").unwrap().plan;
+            assert_eq!(plan.runtime.name, RuntimeName::Trl);
+        }
     }
 
     #[test]

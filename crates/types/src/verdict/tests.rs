@@ -22,6 +22,7 @@ fn plan(eval: Value) -> Plan {
             modules: vec![],
             beyond_gpu: None,
             foreign: None,
+            reads_images: false,
         }),
         dataset: Some(facts.clone()),
         eval_dataset: Some(facts.clone()),

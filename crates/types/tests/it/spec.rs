@@ -35,6 +35,7 @@ pub fn model() -> ModelFacts {
         modules: vec!["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         beyond_gpu: None,
         foreign: None,
+        reads_images: false,
     }
 }
 
@@ -280,7 +281,8 @@ fn keys_of_other_trainers_are_refused_by_name() {
         refused(&format!("/{key}"), json!(1), "foreign_key", &[key, words]);
         refused(&format!("/rloo/{key}"), json!(1), "foreign_key", &[key, words]);
     }
-    refused("/images", json!("x"), "unsupported", &["text only"]);
+    refused("/images", json!("x"), "unsupported", &["POST /datasets", "runtime \"trl\""]);
+    refused("/videos", json!("x"), "unsupported", &["videos cannot be used"]);
 }
 
 #[test]
@@ -463,13 +465,13 @@ fn chat_prompts_need_a_chat_template() {
 #[test]
 fn a_dataset_without_prompts_or_with_images_is_refused() {
     let (spec, _) = JobSpec::read(minimal());
-    let facts = DatasetFacts { columns: vec!["question".to_owned(), "image".to_owned()], ..dataset(64) };
+    let facts = DatasetFacts { columns: vec!["question".to_owned(), "images".to_owned()], ..dataset(64) };
     let errors = resolve(
         &spec,
         &Context { model: Some(model()), dataset: Some(facts), eval_dataset: None, ..Context::default() },
     )
     .unwrap_err();
-    assert_eq!(errors.iter().map(|error| error.code.as_str()).collect::<Vec<_>>(), ["missing_column", "unsupported"]);
+    assert_eq!(errors.iter().map(|error| error.code.as_str()).collect::<Vec<_>>(), ["missing_column", "needs_runtime"]);
     assert!(errors[0].detail.contains("question"), "{}", errors[0].detail);
 }
 

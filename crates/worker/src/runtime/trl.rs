@@ -32,5 +32,5 @@ mod state;
 mod tests;
 
 pub use environment::Environment;
-pub use start::train;
+pub use start::{IMAGES_DIR, train};
 pub use state::TrlHost;

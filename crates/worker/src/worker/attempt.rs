@@ -65,6 +65,8 @@ struct Prepared {
     initial: Option<PathBuf>,
 }
 
+/// Folder of the attempt's directory that the engine writes to.
+const ENGINE_DIR: &str = "checkpoints";
 /// Time limit for threads of built-in rewards to stop after the job has ended.
 const GRADER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 const GRADER_POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -276,12 +278,8 @@ impl Attempt {
             begun: Default::default(),
             reward_metrics: Default::default(),
         };
-        let run = EngineRun {
-            claim,
-            prepared,
-            scratch_dir: scratch.path().join("checkpoints"),
-            device: worker.device.clone(),
-        };
+        let run =
+            EngineRun { claim, prepared, scratch_dir: scratch.path().join(ENGINE_DIR), device: worker.device.clone() };
         let ended = run.with_runtime(worker, host, position()).await;
         if let Err(RunEnd::Panicked) = ended {
             return ended;
@@ -398,6 +396,7 @@ impl Attempt {
         }
         let models = self.find_models(worker, claim).await?;
         let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
+        self.fetch_images(claim.plan.dataset.id, &rows, &scratch.join(ENGINE_DIR)).await?;
         let eval_rows = match &claim.plan.eval {
             // If `eval.fraction` is set, the engine takes the evaluation rows from the training rows, so none are downloaded.
             Some(eval) if eval.fraction.is_some() => Vec::new(),

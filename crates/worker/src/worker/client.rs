@@ -17,6 +17,7 @@ use super::clock;
 use super::transfer::{
     Download, TransferLimits, bytes_body, file_body, http_client, read_body, send_body, send_within,
 };
+use crate::digest::Sha256Digest;
 use crate::error_text::with_causes;
 use crate::failpoint::fail_point;
 use crate::id::DatasetId;
@@ -240,6 +241,19 @@ impl Client {
     ) -> Result<(), ClientError> {
         let request = self.fenced(Method::GET, claim_ref, &["datasets", &id.to_string()]);
         self.download(request, Download { name: "the dataset", sha256, to, received: None }).await
+    }
+
+    /// Downloads an image of a dataset.
+    pub(super) async fn image(
+        &self,
+        claim_ref: ClaimRef,
+        dataset: DatasetId,
+        sha256: Sha256Digest,
+        to: &Path,
+    ) -> Result<(), ClientError> {
+        let sha256 = sha256.to_string();
+        let request = self.fenced(Method::GET, claim_ref, &["datasets", &dataset.to_string(), "images", &sha256]);
+        self.download(request, Download { name: "an image of the dataset", sha256: &sha256, to, received: None }).await
     }
 
     /// Downloads a file of the checkpoint to resume from, or of the warm start.

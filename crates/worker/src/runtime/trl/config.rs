@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use crate::dataset::image_refs;
 use crate::engine::host::PromptRow;
 use crate::spec::{ComputeDtype, LoraPlan, OptimizerKind, Plan, QuantType};
 
@@ -28,8 +29,10 @@ pub(super) struct Setup<'a> {
     pub(super) on_gpus: bool,
     /// Number of compute threads of each process.
     pub(super) threads: u32,
-    /// Token lengths of the prompts; the longest one decides the size of a micro-batch.
+    /// Length of the longest prompt, in tokens, with its images; it decides the size of a micro-batch.
     pub(super) longest_prompt: usize,
+    /// Whether rows have images.
+    pub(super) has_images: bool,
 }
 
 /// Returns the configuration of the runner.
@@ -41,7 +44,7 @@ pub(super) fn runner_config(plan: &Plan, setup: &Setup<'_>) -> Value {
         "output_dir": setup.output_dir,
         "resume": setup.resume,
         "threads": setup.threads,
-        "images": "none",
+        "images": if setup.has_images { "files" } else { "none" },
         "lora": plan.lora.as_ref().map(lora_config),
         "quantization": quantization(plan),
         "simulate_gpu_ranks": setup.deepspeed.is_some() && !setup.on_gpus,
@@ -182,9 +185,16 @@ pub(super) fn deepspeed_config(plan: &Plan) -> Option<Value> {
 }
 
 /// Returns the dataset of the runner: the prompts with their row numbers, one JSON object per line. Columns for rewards stay here.
-pub(super) fn dataset_lines(rows: &[PromptRow]) -> String {
-    let line =
-        |(row, prompt): (usize, &PromptRow)| format!("{}\n", json!({ "prompt": prompt.prompt, "rlood_row": row }));
+/// With images each row has the paths of its own, possibly none: TRL does not understand a row without the column.
+pub(super) fn dataset_lines(rows: &[PromptRow], images: Option<&Path>) -> String {
+    let line = |(row, prompt): (usize, &PromptRow)| {
+        let mut line = json!({ "prompt": prompt.prompt, "rlood_row": row });
+        if let Some(dir) = images {
+            let paths = image_refs(&prompt.columns).into_iter().map(|image| dir.join(image.sha256.to_string()));
+            line["images"] = json!(paths.collect::<Vec<_>>());
+        }
+        format!("{line}\n")
+    };
     rows.iter().enumerate().map(line).collect()
 }
 
@@ -204,6 +214,7 @@ mod tests {
             on_gpus: false,
             threads: 1,
             longest_prompt,
+            has_images: false,
         }
     }
 

@@ -118,10 +118,20 @@ def load_dataset(config):
         rows = [json.loads(line) for line in lines]
     if config["images"] == "none":
         return Dataset.from_list(rows)
+    # Images are read from their files row by row. The column must be there, as TRL takes an absent list for an image.
     for row in rows:
-        images = row.get("images", [])
-        row["images"] = [{"bytes": base64.b64decode(image), "path": None} for image in images]
+        row["images"] = [{"bytes": None, "path": path} for path in row["images"]]
     return Dataset.from_list(rows).cast_column("images", List(Image()))
+
+
+def adapter_config(config):
+    from peft import LoraConfig
+
+    with open(os.path.join(config["model_dir"], "config.json"), encoding="utf-8") as file:
+        reads_images = "vision_config" in json.load(file)
+    # Layers of vision towers have the same names as those of language models, but only the language model is trained.
+    exclude = r".*\b(visual|vision_\w+|vision|image_encoder)\..*" if reads_images else None
+    return LoraConfig(task_type="CAUSAL_LM", exclude_modules=exclude, **config["lora"])
 
 
 def define_trainer(link, torch):
@@ -229,9 +239,7 @@ def run(link, config, rank, started):
     torch.set_num_threads(config["threads"])
     adapter = quantization = None
     if config["lora"] is not None:
-        from peft import LoraConfig
-
-        adapter = LoraConfig(task_type="CAUSAL_LM", **config["lora"])
+        adapter = adapter_config(config)
     if config["quantization"] is not None:
         from transformers import BitsAndBytesConfig
 

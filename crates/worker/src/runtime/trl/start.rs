@@ -11,11 +11,15 @@ use super::environment::Environment;
 use super::failure::not_started;
 use super::ranks::{Launch, Ranks};
 use super::state::TrlHost;
+use crate::dataset::{ImageRef, image_refs};
 use crate::engine::error::EngineError;
 use crate::engine::host::{RunEnd, TrainInput};
-use crate::engine::prompts;
+use crate::engine::prompts::{self, TokenizedPrompt};
 use crate::engine::text::Text;
 use crate::event::{Event, Phase};
+
+/// Folder of the attempt's directory in which the images of rows are, each under its SHA-256.
+pub const IMAGES_DIR: &str = "images";
 
 /// Runs a plan until its last step, which is saved; until the host requests a stop; or until the run fails.
 ///
@@ -37,7 +41,9 @@ pub fn train(
     let output_dir = dir.join("out");
     create_dir(&output_dir)?;
     let dataset = dir.join("dataset.ndjson");
-    write(&dataset, dataset_lines(&input.rows).as_bytes())?;
+    let images = input.rows.iter().any(|row| !image_refs(&row.columns).is_empty());
+    let images = images.then(|| input.scratch_dir.join(IMAGES_DIR));
+    write(&dataset, dataset_lines(&input.rows, images.as_deref()).as_bytes())?;
     let context = context_tokens(input.model_dir);
     let prompts = prompts::tokenize(&text, input.rows, &plan.sampling, context)?;
     let resumed = input.resume.as_deref().map(|resume| checkpoint::restore(resume, plan, count)).transpose()?;
@@ -62,7 +68,8 @@ pub fn train(
             ranks: count,
             on_gpus: !environment.gpus.is_empty(),
             threads,
-            longest_prompt: prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0),
+            longest_prompt: prompts.iter().map(|prompt| prompt.ids.len() + image_tokens(prompt)).max().unwrap_or(0),
+            has_images: images.is_some(),
         },
     );
     if let Some(stop) = host.stop() {
@@ -85,6 +92,14 @@ pub fn train(
         ranks,
     )
     .run()
+}
+
+/// Returns about how many tokens the images of a prompt take: one for each 28 × 28 pixels, as in Qwen2.5-VL. Other models scale images
+/// to a size of their own.
+fn image_tokens(prompt: &TokenizedPrompt) -> usize {
+    let pixels = |image: ImageRef| u64::from(image.width) * u64::from(image.height);
+    let tokens: u64 = image_refs(&prompt.columns).into_iter().map(|image| pixels(image) / (28 * 28)).sum();
+    usize::try_from(tokens).unwrap_or(usize::MAX)
 }
 
 /// Returns the number of tokens that the model reads, from its config.json; no limit if that does not say it.

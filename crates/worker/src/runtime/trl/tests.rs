@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::environment::{Environment, Limits};
-use super::{TrlHost, train};
+use super::{IMAGES_DIR, TrlHost, train};
+use crate::digest::Sha256Digest;
 use crate::engine::error::EngineError;
 use crate::engine::host::{Host, PromptRow, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason, TrainInput};
 use crate::event::{Event, OnAlert, Rule};
@@ -71,6 +72,8 @@ struct Recorder {
     warnings: Vec<String>,
     alerts: Vec<(Rule, u64)>,
     advantages: Vec<Option<f64>>,
+    /// Columns of the samples that were scored.
+    columns: Vec<Value>,
     /// Files of the newest checkpoint, with its step.
     saved: Option<(u64, BTreeMap<String, Vec<u8>>)>,
     /// Ends the run while this step's rewards are computed.
@@ -85,6 +88,7 @@ impl Host for Recorder {
             return Err(RunEnd::Stopped(StopReason::LeaseLost));
         }
         self.scored.push(request.id.step);
+        self.columns.extend(request.samples.iter().map(|sample| Value::Object(sample.columns.clone())));
         let value = |place: usize| match place {
             1 => RewardValue::Missing,
             place => RewardValue::Number(place as f64),
@@ -140,19 +144,28 @@ impl TrlHost for Recorder {
 
 /// Runs a plan in a new directory, from the host's newest checkpoint, and checks that no process is left.
 fn run(plan: &Plan, environment: &Environment, host: &mut Recorder) -> Result<(), RunEnd> {
-    let scratch = tempfile::tempdir().unwrap();
+    let row = |prompt: &str| PromptRow { prompt: json!(prompt), columns: Default::default() };
+    run_rows(plan, environment, host, ["one", "two", "three"].map(row).to_vec(), &tempfile::tempdir().unwrap())
+}
+
+fn run_rows(
+    plan: &Plan,
+    environment: &Environment,
+    host: &mut Recorder,
+    rows: Vec<PromptRow>,
+    scratch: &tempfile::TempDir,
+) -> Result<(), RunEnd> {
     let resume = host.saved.as_ref().map(|(_, files)| {
         let dir = scratch.path().join("resume");
         std::fs::create_dir(&dir).unwrap();
         files.iter().for_each(|(name, bytes)| std::fs::write(dir.join(name), bytes).unwrap());
         dir
     });
-    let rows = ["one", "two", "three"].map(|prompt| PromptRow { prompt: json!(prompt), columns: Default::default() });
     let input = TrainInput {
         plan,
         model_dir: &rlood_test_support::fixture("parity/qwen3"),
         model_name: "org/tiny",
-        rows: rows.to_vec(),
+        rows,
         eval_rows: Vec::new(),
         warm_up_rows: Vec::new(),
         judged_keys: Vec::new(),
@@ -213,6 +226,28 @@ fn every_step_is_recorded_scored_and_reported_and_the_last_one_is_saved() {
         let config: Value = serde_json::from_slice(&files["adapter_config.json"]).unwrap();
         assert_eq!(config["base_model_name_or_path"], "org/tiny", "the worker's folder is not published");
     }
+}
+
+#[test]
+fn each_row_has_the_paths_of_its_images_and_rewards_have_references() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path().join(IMAGES_DIR);
+    std::fs::create_dir(&dir).unwrap();
+    let image = |bytes: &[u8]| {
+        let sha256 = Sha256Digest::of(bytes);
+        std::fs::write(dir.join(sha256.to_string()), bytes).unwrap();
+        json!({"sha256": sha256, "media_type": "image/png", "width": 56, "height": 56})
+    };
+    let (one, two) = (image(b"one"), image(b"two"));
+    let row = |columns: Value| {
+        let Value::Object(columns) = columns else { unreachable!() };
+        PromptRow { prompt: json!([{"role": "user", "content": "?"}]), columns }
+    };
+    let rows = vec![row(json!({"images": [one, two], "answer": "a"})), row(json!({"images": []})), row(json!({}))];
+    let mut host = Recorder::default();
+    run_rows(&plan(2), &environment(), &mut host, rows, &scratch).unwrap();
+    assert_eq!(std::fs::read_to_string(scratch.path().join("trl/images-seen")).unwrap(), "[2, 0, 0]");
+    assert!(host.columns.contains(&json!({"images": [one, two], "answer": "a"})), "{:?}", host.columns);
 }
 
 #[test]

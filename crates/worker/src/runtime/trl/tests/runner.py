@@ -77,6 +77,15 @@ tell("hello", protocol=2 if mode == "protocol" else 1, rank=0 if mode == "twice"
 tell("loaded", import_s=0.1)
 with open(config["dataset"], encoding="utf-8") as file:
     rows = [json.loads(line) for line in file]
+# Every row has the column, and every image is a file.
+assert all(("images" in row) == (config["images"] == "files") for row in rows), rows
+for row in rows:
+    for path in row.get("images", []):
+        with open(path, "rb") as file:
+            assert hashlib.sha256(file.read()).hexdigest() == os.path.basename(path)
+if config["images"] == "files":
+    with open("images-seen", "w") as file:
+        file.write(str([len(row["images"]) for row in rows]))
 done, state, weights = 0, rank + 1, "start"
 if config["resume"]:
     with open(f"{config['resume']}/trainer_state.json") as file:
