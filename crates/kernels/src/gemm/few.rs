@@ -27,7 +27,7 @@ macro_rules! kernels {
 }
 
 /// Kernels indexed by their number of rows − 1, as many as keep their sums in registers.
-pub(super) const AVX2: &[Kernel] = kernels!(avx2, 1 2 3 4);
+pub(super) const AVX2: &[Kernel] = kernels!(avx2, 1 2 3);
 pub(super) const AVX512: &[Kernel] = kernels!(avx512, 1 2 3 4 5 6 7 8);
 
 /// The sums of MR rows, and the inputs of a block.
@@ -60,7 +60,8 @@ unsafe fn avx512<const MR: usize>(run: &CodeRun<'_>, sums: &Sums) {
         }
         let mut inputs = run.inputs();
         while !inputs.is_empty() {
-            let block = run.first_block(&inputs);
+            let scales = run.scales(&inputs);
+            let block = run.first_block(&inputs, &scales);
             each_pair(&block, &mut add);
             add.x = add.x.add(block.inputs());
             inputs.start += block.inputs();
@@ -88,7 +89,8 @@ unsafe fn avx2<const MR: usize>(run: &CodeRun<'_>, sums: &Sums) {
         let mut x = sums.x;
         let mut inputs = run.inputs();
         while !inputs.is_empty() {
-            let block = run.first_block(&inputs);
+            let scales = run.scales(&inputs);
+            let block = run.first_block(&inputs, &scales);
             let values = Values::of_block(&block);
             for lines in block.lines.as_chunks::<NV>().0 {
                 // A group of inputs of all outputs first, so that the sums of different outputs can overlap.

@@ -73,10 +73,15 @@ impl CodeRun<'_> {
         self.inputs.clone()
     }
 
-    /// The first block with equal scales of a part of the inputs.
+    /// The scales of the first of these inputs.
+    pub fn scales(&self, inputs: &Range<usize>) -> [f32; PANEL] {
+        self.part.scales_of(self.panel, inputs.start / self.part.block)
+    }
+
+    /// The first block with equal scales, these, of a part of the inputs.
     #[inline(always)]
-    pub fn first_block(&self, inputs: &Range<usize>) -> CodeBlock<'_> {
-        self.codes.first_block(self.part, self.panel, inputs)
+    pub fn first_block<'b>(&'b self, inputs: &Range<usize>, scales: &'b [f32; PANEL]) -> CodeBlock<'b> {
+        self.codes.first_block(self.part, self.panel, inputs, scales)
     }
 }
 
@@ -188,21 +193,28 @@ impl Codes {
     /// Passes the blocks of a panel with equal scales to `f`, in order of their inputs.
     fn each_block(&self, part: &Part, panel: usize, mut inputs: Range<usize>, mut f: impl FnMut(&CodeBlock<'_>)) {
         while !inputs.is_empty() {
-            let block = self.first_block(part, panel, &inputs);
+            let scales = part.scales_of(panel, inputs.start / part.block);
+            let block = self.first_block(part, panel, &inputs, &scales);
             f(&block);
             inputs.start += block.lines.len() / GROUP_LINES * GROUP;
         }
     }
 
-    /// The first block with equal scales of a panel's inputs.
+    /// The first block with equal scales, these, of a panel's inputs.
     #[inline(always)]
-    fn first_block<'c>(&'c self, part: &'c Part, panel: usize, inputs: &Range<usize>) -> CodeBlock<'c> {
-        let block = inputs.start / part.block;
-        let groups = (((block + 1) * part.block).min(inputs.end) - inputs.start) / GROUP;
+    fn first_block<'b>(
+        &'b self,
+        part: &'b Part,
+        panel: usize,
+        inputs: &Range<usize>,
+        scales: &'b [f32; PANEL],
+    ) -> CodeBlock<'b> {
+        let end = (inputs.start / part.block + 1) * part.block;
+        let groups = (end.min(inputs.end) - inputs.start) / GROUP;
         let at = panel * self.panel_lines + inputs.start / GROUP * GROUP_LINES;
         let Part { table, rounding, ordinary, .. } = part;
         let lines = &self.lines[at..at + groups * GROUP_LINES];
-        CodeBlock { lines, scales: part.scales_of(panel, block), table, rounding: *rounding, ordinary }
+        CodeBlock { lines, scales, table, rounding: *rounding, ordinary }
     }
 
     /// Address of the codes of a panel from an input on.

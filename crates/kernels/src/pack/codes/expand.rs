@@ -12,7 +12,7 @@ pub(in super::super::super) struct CodeBlock<'b> {
     /// `[groups][4]` lines.
     pub lines: &'b [Line],
     /// The scale of each output.
-    pub scales: [f32; PANEL],
+    pub scales: &'b [f32; PANEL],
     pub table: &'b [f32; 16],
     pub rounding: Rounding,
     /// Scales with which no value is −0, subnormal or near the largest number.
