@@ -4,6 +4,8 @@
 //! work: a row gives the same bits in decode, prefill and training. AMX sums blocks of 32 and chains those. AVX512-BF16
 //! chains pairs, and adds the product of the second values of a pair first.
 
+#[cfg(target_arch = "x86_64")]
+mod few;
 mod job;
 mod outer;
 #[cfg(target_arch = "x86_64")]

@@ -9,7 +9,9 @@ use super::four_bit::FourBit;
 use super::threads::{Shared, Threads};
 use codes::Codes;
 #[cfg(target_arch = "x86_64")]
-pub(super) use codes::{CodeBlock, EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, each_line};
+pub(super) use codes::{
+    CodeBlock, CodeRun, EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, Take, Values, each_line, each_pair, widened,
+};
 pub(super) use codes::{EXPAND_PORTABLE, Expand};
 
 /// Number of outputs in a panel of a packed weight.
@@ -241,6 +243,18 @@ impl PackedMatrix {
     #[cfg(target_arch = "x86_64")]
     pub(super) fn each_exact_block(&self, panel: usize, inputs: Range<usize>, f: impl FnMut(&CodeBlock<'_>)) -> bool {
         self.codes.as_ref().is_some_and(|codes| codes.each_exact_block(panel, inputs, f))
+    }
+
+    /// Whether [`PackedMatrix::code_run`] gives a panel's codes.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn has_exact_codes(&self, panel: usize) -> bool {
+        self.code_run(panel, 0..0).is_some()
+    }
+
+    /// The 4-bit codes of a panel for a range of inputs, see [`Codes::run`].
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn code_run(&self, panel: usize, inputs: Range<usize>) -> Option<CodeRun<'_>> {
+        self.codes.as_ref()?.run(panel, inputs)
     }
 
     /// Address to prefetch: a panel's codes or words from an input on, which may lie beyond the weight.

@@ -2,9 +2,14 @@
 
 use std::ops::Range;
 
+#[cfg(target_arch = "x86_64")]
+use super::super::pack::CodeRun;
 use super::super::pack::{Expand, Line, PANEL, PackDtype, PackedMatrix};
+#[cfg(target_arch = "x86_64")]
+use super::few;
+use super::job::Place;
 use super::tile::{AHEAD, INPUT_STRIDE, Kernels, LINE, MOST_ROWS, Tile, TileKernels, prefetch};
-use super::{Job, Rows, Side, Start};
+use super::{Job, Rows, Side};
 
 /// Number of rows for which a block of weights is read once from memory, and number of steps in a block:
 /// together with their inputs they stay in the second-level cache. Blocks are deep, because sums are stored in
@@ -139,7 +144,13 @@ unsafe fn one_panel(
     let pairs = job.weight.dtype() == PackDtype::Bf16;
     let kernels = if pairs { kernels_of_isa.bf16 } else { kernels_of_isa.f32 };
     let depth = job.depth(panel);
-    let expands = job.weight.is_in_codes() && job.side == Side::Forward;
+    let in_codes = job.weight.is_in_codes() && job.side == Side::Forward;
+    #[cfg(target_arch = "x86_64")]
+    let few = kernels_of_isa.codes.get(rows.len() - 1).filter(|_| in_codes && job.weight.has_exact_codes(panel));
+    #[cfg(target_arch = "x86_64")]
+    let expands = in_codes && few.is_none();
+    #[cfg(not(target_arch = "x86_64"))]
+    let expands = in_codes;
     let deep = pieces(sum.clone(), DEEP).enumerate();
     let blocks = deep.flat_map(|(index, deep)| {
         let first = deep.start;
@@ -151,6 +162,15 @@ unsafe fn one_panel(
             continue;
         }
         let x = packed.wrapping_add(index * rows.len() * INPUT_STRIDE + block.start - first);
+        let fresh = block.start == depth.start;
+        #[cfg(target_arch = "x86_64")]
+        if let Some(kernel) = few
+            && let Some(run) = job.weight.code_run(panel, block.clone())
+        {
+            // Safety: the caller guarantees what this `unsafe fn` requires.
+            unsafe { multiply_codes(*kernel, &run, job, (x, panel, fresh), rows, edge) };
+            continue;
+        }
         // Safety: the caller guarantees what this `unsafe fn` requires.
         let w = unsafe {
             match job.side {
@@ -163,7 +183,6 @@ unsafe fn one_panel(
                 Side::Forward => job.weight.words(&kernels_of_isa.expand, panel, block.clone(), expanded),
             }
         };
-        let fresh = block.start == depth.start;
         let next = match job.side {
             Side::Backward => w,
             Side::Forward if block.end < sum.end => job.weight.ahead(panel, block.end),
@@ -267,16 +286,8 @@ unsafe fn tiles(
             true => (kernels.half, kernels_of_isa.columns / 2),
             false => (kernels.whole, kernels_of_isa.columns),
         };
+        let columns = first..first + valid;
         let mut begin = [0.0; PANEL];
-        let mut from = begin.as_ptr();
-        if let Start::Bias(bias) = job.start {
-            if valid == width {
-                from = bias[first..first + valid].as_ptr();
-            } else {
-                begin[..valid].copy_from_slice(&bias[first..first + valid]);
-                from = begin.as_ptr();
-            }
-        }
         let tiles = rows.len().div_ceil(kernels_of_isa.rows);
         for (number, tile) in balanced(rows.clone(), kernels_of_isa.rows).enumerate() {
             let count = tile.len();
@@ -289,42 +300,49 @@ unsafe fn tiles(
             };
             // Safety: the caller guarantees the bounds; the buffer `edge` has room for a tile.
             unsafe {
-                let y = job.y(tile.start, first);
-                let at_edge = valid < width;
-                let (to, to_stride) = if at_edge { (edge, PANEL) } else { (y, job.stride) };
-                let (from, from_stride) = match job.start {
-                    Start::Rows(rows) if block.fresh => (rows.at(tile.start, first), rows.stride),
-                    Start::Zero | Start::Bias(_) if block.fresh => (from, 0),
-                    Start::Zero | Start::Bias(_) | Start::Rows(_) | Start::Add => (y.cast_const(), job.stride),
-                };
-                let (from, from_stride) = match at_edge && from_stride > 0 {
-                    true => {
-                        for row in 0..count {
-                            std::ptr::copy_nonoverlapping(from.add(row * from_stride), edge.add(row * PANEL), valid);
-                        }
-                        (edge.cast_const(), PANEL)
-                    }
-                    false => (from, from_stride),
-                };
+                let place = Place::new(job, block.fresh, (&tile, &columns), width, (edge, &mut begin));
                 kernels[count - 1](&Tile {
                     x: block.x.add((tile.start - rows.start) * INPUT_STRIDE),
                     w: block.w.add(column),
                     depth: block.depth,
-                    from,
-                    from_stride,
-                    y: to,
-                    y_stride: to_stride,
-                    next: y.wrapping_add(count * job.stride),
+                    from: place.from,
+                    from_stride: place.from_stride,
+                    y: place.to,
+                    y_stride: place.to_stride,
+                    next: job.y(tile.start, first).wrapping_add(count * job.stride),
                     fetch,
                     fetch_step,
                 });
-                if at_edge {
-                    for row in 0..count {
-                        std::ptr::copy_nonoverlapping(edge.add(row * PANEL), y.add(row * job.stride), valid);
-                    }
-                }
+                place.finish(job, (&tile, &columns), width);
             }
         }
+    }
+}
+
+/// Multiplies a few rows with a panel's 4-bit codes.
+///
+/// # Safety
+/// The machine has the kernel's instructions; rows, panel and inputs are within the job's bounds.
+#[cfg(target_arch = "x86_64")]
+unsafe fn multiply_codes(
+    kernel: few::Kernel,
+    run: &CodeRun<'_>,
+    job: &Job<'_>,
+    (x, panel, fresh): (*const f32, usize, bool),
+    rows: &Range<usize>,
+    edge: *mut f32,
+) {
+    let columns = panel * PANEL..((panel + 1) * PANEL).min(job.columns.end);
+    if columns.is_empty() {
+        return;
+    }
+    let mut begin = [0.0; PANEL];
+    // Safety: the caller guarantees the bounds; the buffer `edge` has room for as many rows as a kernel has.
+    unsafe {
+        let place = Place::new(job, fresh, (rows, &columns), PANEL, (edge, &mut begin));
+        let Place { from, from_stride, to, to_stride } = place;
+        kernel(run, &few::Sums { x, from, from_stride, to, to_stride });
+        place.finish(job, (rows, &columns), PANEL);
     }
 }
 

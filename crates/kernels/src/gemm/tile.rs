@@ -3,6 +3,8 @@
 use super::super::isa::Isa;
 use super::super::pack::{EXPAND_PORTABLE, Expand, PANEL};
 use super::super::simd::{Portable, Simd};
+#[cfg(target_arch = "x86_64")]
+use super::few;
 
 /// Number of elements from one packed row of inputs to the next. It is a constant, so that one register addresses all
 /// rows; an odd number of cache lines, so that rows are in different cache sets; and more than the depth of a block.
@@ -51,6 +53,9 @@ pub(in super::super) struct TileKernels {
     pub transpose_bf16: unsafe fn(*const u32, *mut u32),
     /// Expands 4-bit codes.
     pub expand: Expand,
+    /// Kernels that multiply 4-bit codes without expanding them first, indexed by their number of rows − 1.
+    #[cfg(target_arch = "x86_64")]
+    pub codes: &'static [few::Kernel],
 }
 
 /// Tile kernels with all columns, indexed by their number of rows − 1.
@@ -89,6 +94,8 @@ const PORTABLE: TileKernels = TileKernels {
     transpose_f32,
     transpose_bf16,
     expand: EXPAND_PORTABLE,
+    #[cfg(target_arch = "x86_64")]
+    codes: &[],
 };
 
 unsafe fn tile_portable<const MR: usize, const NV: usize, const BF16: bool>(tile: &Tile) {
@@ -111,6 +118,7 @@ mod x86 {
         transpose_f32,
         transpose_bf16,
         expand: EXPAND_AVX2,
+        codes: few::AVX2,
     };
 
     #[target_feature(enable = "avx2,fma")]
@@ -126,6 +134,7 @@ mod x86 {
         transpose_f32: transpose_f32_avx512,
         transpose_bf16: transpose_bf16_avx512,
         expand: EXPAND_AVX512,
+        codes: few::AVX512,
     };
 
     #[target_feature(enable = "avx512f")]

@@ -1,20 +1,29 @@
 //! Weights in 4-bit codes, in the panels of a packed weight. A product expands a block of a panel into the cache and multiplies
-//! from there, so that its bits are those of the same weight packed as values.
+//! from there, or for a few rows multiplies each value as soon as it is found. Its bits are those of the same weight packed as
+//! values.
 //!
 //! Codes lie as `[panel][16 inputs][4]` lines of 16 words. Line 2·h + p of a group of inputs has outputs 16·h + 8·p to
 //! 16·h + 8·p + 7: word 2·o + i has the eight codes of output o for the inputs i, i + 2, …, the first one in the lowest bits.
 //! Two neighboring words thus become one pair of bf16.
 
+#[cfg(target_arch = "x86_64")]
+mod decode;
 mod expand;
+#[cfg(target_arch = "x86_64")]
+mod lookup;
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use super::{LANES, Line, PANEL, PackDtype, zeros_in_huge_pages};
 use crate::four_bit::{FourBit, Rounding, Scales};
 use crate::threads::{Shared, Threads};
+#[cfg(target_arch = "x86_64")]
+pub(in super::super) use decode::{EXPAND_AVX512, Take, each_pair};
 pub(in super::super) use expand::{CodeBlock, EXPAND_PORTABLE, Expand};
 #[cfg(target_arch = "x86_64")]
-pub(in super::super) use expand::{EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, each_line};
+pub(in super::super) use expand::{EXPAND_AVX512_BF16, each_line};
+#[cfg(target_arch = "x86_64")]
+pub(in super::super) use lookup::{EXPAND_AVX2, Values, widened};
 
 /// Number of inputs in a group.
 const GROUP: usize = 16;
@@ -41,7 +50,39 @@ struct Part {
     block: usize,
     /// Whether no value is subnormal, so that instructions that replace such values by 0 can be used.
     is_normal: bool,
+    /// Scales with which no value is −0, subnormal or near the largest number.
+    ordinary: RangeInclusive<f32>,
     scales: PanelScales,
+}
+
+/// The codes of a panel for a range of inputs (whole groups of 16), with values that [`CodeBlock`]s describe.
+pub(in super::super) struct CodeRun<'c> {
+    codes: &'c Codes,
+    part: &'c Part,
+    panel: usize,
+    inputs: Range<usize>,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl CodeRun<'_> {
+    /// Number of inputs in a group.
+    pub const GROUP: usize = GROUP;
+
+    /// The range of inputs.
+    pub fn inputs(&self) -> Range<usize> {
+        self.inputs.clone()
+    }
+
+    /// The scales of the first of these inputs.
+    pub fn scales(&self, inputs: &Range<usize>) -> [f32; PANEL] {
+        self.part.scales_of(self.panel, inputs.start / self.part.block)
+    }
+
+    /// The first block with equal scales, these, of a part of the inputs.
+    #[inline(always)]
+    pub fn first_block<'b>(&'b self, inputs: &Range<usize>, scales: &'b [f32; PANEL]) -> CodeBlock<'b> {
+        self.codes.first_block(self.part, self.panel, inputs, scales)
+    }
 }
 
 /// The scales of the blocks as `[panel][block of inputs][32]`.
@@ -136,26 +177,44 @@ impl Codes {
     /// give their values. Returns whether they do.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn each_exact_block(&self, panel: usize, inputs: Range<usize>, f: impl FnMut(&CodeBlock<'_>)) -> bool {
-        let Some(part) = self.part(panel).filter(|part| part.is_exact()) else { return false };
-        self.each_block(part, panel, inputs, f);
-        true
+        self.run(panel, inputs.clone()).map(|run| self.each_block(run.part, panel, inputs, f)).is_some()
+    }
+
+    /// The codes of a panel for a range of inputs, whole groups of 16, if instructions that convert f32 to bf16 give their values.
+    pub(super) fn run(&self, panel: usize, inputs: Range<usize>) -> Option<CodeRun<'_>> {
+        let part = self.part(panel).filter(|part| part.is_exact())?;
+        Some(CodeRun { codes: self, part, panel, inputs })
     }
 
     fn part(&self, panel: usize) -> Option<&Part> {
         self.parts.iter().find(|part| part.panels.contains(&panel))
     }
 
-    fn each_block(&self, part: &Part, panel: usize, inputs: Range<usize>, mut f: impl FnMut(&CodeBlock<'_>)) {
-        let mut done = inputs.start;
-        while done < inputs.end {
-            let block = done / part.block;
-            let end = ((block + 1) * part.block).min(inputs.end);
-            let scales = part.scales_of(panel, block);
-            let at = panel * self.panel_lines + done / GROUP * GROUP_LINES;
-            let lines = &self.lines[at..at + (end - done) / GROUP * GROUP_LINES];
-            f(&CodeBlock { lines, scales: &scales, table: &part.table, rounding: part.rounding });
-            done = end;
+    /// Passes the blocks of a panel with equal scales to `f`, in order of their inputs.
+    fn each_block(&self, part: &Part, panel: usize, mut inputs: Range<usize>, mut f: impl FnMut(&CodeBlock<'_>)) {
+        while !inputs.is_empty() {
+            let scales = part.scales_of(panel, inputs.start / part.block);
+            let block = self.first_block(part, panel, &inputs, &scales);
+            f(&block);
+            inputs.start += block.lines.len() / GROUP_LINES * GROUP;
         }
+    }
+
+    /// The first block with equal scales, these, of a panel's inputs.
+    #[inline(always)]
+    fn first_block<'b>(
+        &'b self,
+        part: &'b Part,
+        panel: usize,
+        inputs: &Range<usize>,
+        scales: &'b [f32; PANEL],
+    ) -> CodeBlock<'b> {
+        let end = (inputs.start / part.block + 1) * part.block;
+        let groups = (end.min(inputs.end) - inputs.start) / GROUP;
+        let at = panel * self.panel_lines + inputs.start / GROUP * GROUP_LINES;
+        let Part { table, rounding, ordinary, .. } = part;
+        let lines = &self.lines[at..at + groups * GROUP_LINES];
+        CodeBlock { lines, scales, table, rounding: *rounding, ordinary }
     }
 
     /// Address of the codes of a panel from an input on.
@@ -194,7 +253,16 @@ impl Part {
                 offset: *offset,
             },
         };
-        Part { panels, table: matrix.table, rounding: matrix.rounding, block: matrix.block, is_normal, scales }
+        let ordinary = ordinary(&matrix.table);
+        Part {
+            panels,
+            table: matrix.table,
+            rounding: matrix.rounding,
+            block: matrix.block,
+            is_normal,
+            ordinary,
+            scales,
+        }
     }
 
     /// Whether the values have one rounding, to bf16, and instructions that replace subnormal values by 0 give them.
@@ -227,6 +295,18 @@ impl Part {
             }
         }
     }
+}
+
+/// Scales with which no value of the table is −0, subnormal or near the largest number; an empty range if there are none.
+fn ordinary(table: &[f32; 16]) -> RangeInclusive<f32> {
+    const LARGEST: f32 = (1u128 << 100) as f32;
+    let all = table.iter().map(|value| value.abs()).filter(|value| *value != 0.0);
+    let (least, most) = all.fold((f32::MAX, 0.0f32), |(least, most), value| (least.min(value), most.max(value)));
+    let has_negative_zero = table.iter().any(|value| *value == 0.0 && value.is_sign_negative());
+    if has_negative_zero {
+        return f32::INFINITY..=0.0;
+    }
+    (LARGEST.recip() / least).max(f32::MIN_POSITIVE)..=LARGEST / most
 }
 
 /// Packs the codes of a matrix `[n, k]`; `zero` is the code of the value 0, for outputs beyond the matrix.

@@ -15,6 +15,8 @@ enum How {
     Nested,
     /// So small that values are subnormal.
     Tiny,
+    /// Zero, negative, very large and very small, among others.
+    Odd,
 }
 
 fn bytes(len: usize, seed: u64) -> Vec<u8> {
@@ -27,6 +29,11 @@ fn matrix(n: usize, k: usize, block: usize, (table, how, rounding): ([f32; 16], 
     let scales = match how {
         How::Plain => Scales::Plain(positive(blocks, seed + 1)),
         How::Tiny => Scales::Plain(positive(blocks, seed + 1).into_iter().map(|scale| scale * 1e-38).collect()),
+        How::Odd => {
+            let odd = [0.0, -0.3, 1e35, 1e-30, 0.7, -0.0, 1e-33, 3.0];
+            let all = positive(blocks, seed + 1).into_iter().enumerate();
+            Scales::Plain(all.map(|(index, scale)| if index % 5 == 0 { odd[index / 5 % 8] } else { scale }).collect())
+        }
         How::Nested => Scales::Nested {
             codes: bytes(blocks, seed + 1),
             table: random(256, seed + 2).try_into().unwrap(),
@@ -56,6 +63,8 @@ fn codes_give_the_bits_of_their_values() {
         (NF4, How::Plain, Rounding::F16),
         (FP4, How::Nested, Rounding::F32),
         (NF4, How::Tiny, Rounding::Bf16),
+        (FP4, How::Odd, Rounding::Bf16),
+        (FP4, How::Nested, Rounding::Bf16),
     ];
     for (outputs, k, block) in
         [(&[64][..], 64, 64), (&[96, 32, 32], 128, 64), (&[40], 192, 64), (&[128, 70], 1152, 128), (&[32], 1088, 32)]
@@ -77,7 +86,8 @@ fn codes_give_the_bits_of_their_values() {
                     plain.row(output, &mut expected);
                     assert_eq!(row, expected, "{what}: row {output}");
                 }
-                for rows in [1, 5, 16, 40, 300] {
+                let most = if matches!(kind, (_, How::Nested, Rounding::Bf16)) { 300 } else { 40 };
+                for rows in [1, 2, 3, 4, 8, 16, most] {
                     let (x, dy) = (random(rows * k, 3), random(rows * n, 5));
                     let product = |weight: &PackedMatrix, side: Side| {
                         let (x, width, depth) = if side == Side::Forward { (&x, n, k) } else { (&dy, k, n) };
@@ -94,6 +104,45 @@ fn codes_give_the_bits_of_their_values() {
                         let (found, expected) = (product(&codes, side), product(&plain, side));
                         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<u32>>();
                         assert!(bits(&found) == bits(&expected), "{what}, {rows} rows, {side:?}: other bits");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Every fraction of a scale, with both signs and several exponents: the kernels round each value like the portable functions.
+#[test]
+fn every_fraction_is_rounded_to_the_nearest_bf16() {
+    let threads = Threads::new(2);
+    // Each output has one block of 32 codes, alternating between −1 and 1.
+    let table = std::array::from_fn(|code| [-1.0, 1.0, 0.0][code.min(2)]);
+    let n = 1 << 15;
+    for isa in Isa::available().filter(|isa| !isa.rounds_inputs()) {
+        for exponent in [127, 64, 200] {
+            // All fractions with one exponent, and some with others.
+            let count = if exponent == 127 { 1 << 23 } else { 1 << 17 };
+            for first in (0..count).step_by(n) {
+                let fraction = |index: u32| if exponent == 127 { index } else { index * 64 + 63 };
+                let bits = |index: u32| f32::from_bits(exponent << 23 | fraction(index));
+                let scales: Vec<f32> = (first as u32..(first + n) as u32).map(bits).collect();
+                let matrix = FourBit {
+                    codes: vec![0x01; n * 16],
+                    len: n * 32,
+                    table,
+                    block: 32,
+                    scales: Scales::Plain(scales.clone()),
+                    rounding: Rounding::Bf16,
+                };
+                let codes = PackedMatrix::of_codes(&threads, &[matrix], 32, PackDtype::Bf16).unwrap();
+                // The chosen input multiplies by 1, the others by 0: the outputs are the weights.
+                for (chosen, sign) in [(4, -1.0), (5, 1.0)] {
+                    let x: Vec<f32> = (0..32).map(|input| if input == chosen { 1.0 } else { 0.0 }).collect();
+                    let mut y = vec![0.0; n];
+                    let term = Term { x: &x, stride: 32, weight: &codes };
+                    forward(&threads, isa, &[term], None, Output { y: &mut y, stride: n, rows: 1, add: false });
+                    for (found, scale) in y.iter().zip(&scales) {
+                        assert_eq!(*found, Rounding::Bf16.round(sign * scale), "{isa}, {scale}");
                     }
                 }
             }
