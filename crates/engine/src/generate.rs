@@ -86,7 +86,7 @@ pub fn generate(
             match finish_reason {
                 Some(finish_reason) => {
                     let segments = Segments::of_completion(std::mem::take(&mut row.ids), row.logps.take());
-                    done[row.index] = Some(Generated { segments, finish_reason });
+                    done[row.index] = Some(Generated { segments, finish_reason, episode: None });
                 }
                 None => tokens.extend(row.ids.last()),
             }

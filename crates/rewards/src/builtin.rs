@@ -367,6 +367,7 @@ mod tests {
             num_tokens: 3,
             completion_ids: None,
             columns: Map::new(),
+            episode: None,
         }
     }
 

@@ -131,6 +131,7 @@ mod tests {
             num_tokens: 1,
             completion_ids: None,
             columns: serde_json::Map::new(),
+            episode: None,
         }
     }
 

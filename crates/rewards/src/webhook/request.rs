@@ -236,6 +236,7 @@ mod tests {
                     num_tokens: 1,
                     completion_ids: None,
                     columns: Map::new(),
+                    episode: None,
                 });
             }
         }

@@ -110,6 +110,7 @@ pub(super) fn reward_samples(
                 num_tokens: u32::try_from(ids.len()).unwrap_or(u32::MAX),
                 completion_ids: Some(ids.to_vec()),
                 columns: prompt.columns.clone(),
+                episode: None,
             });
         }
     }
