@@ -37,8 +37,11 @@ fn failed(class: FailureClass) -> Outcome {
 }
 
 fn completions(step: u64) -> JournalEntry {
-    let completions =
-        vec![Generated { segments: Segments::of_completion(vec![5, 6, 7], None), finish_reason: FinishReason::Stop, episode: None }];
+    let completions = vec![Generated {
+        segments: Segments::of_completion(vec![5, 6, 7], None),
+        finish_reason: FinishReason::Stop,
+        episode: None,
+    }];
     JournalEntry::Rollout {
         rollout: RolloutId::train(step),
         groups: vec![SampledGroup { row: 2, completions, prompt_ids: None }],

@@ -23,8 +23,8 @@ use crate::environment::{
     StepAnswer,
 };
 use crate::event::FinishReason;
-use crate::rollout::{RolloutId, SampledGroup, Segment, Segments};
 use crate::spec::{EnvironmentPlan, EpisodeReturn, OnParseError};
+use rlood_types::rollout::{RolloutId, SampledGroup, Segment, Segments};
 
 /// Smallest number of tokens for an observation: an episode with less room than this and a turn has no further turn.
 const MIN_OBSERVATION_TOKENS: usize = 16;
@@ -36,6 +36,8 @@ struct Player {
     id: EpisodeId,
     /// Token ids of the prompt: the row's messages, those of the environment, and the tools.
     prompt: Vec<u32>,
+    /// Number of them that all episodes of the group begin with; 0 before that is known.
+    num_shared: usize,
     segments: Vec<Segment>,
     tools: Tools,
     session: Option<String>,
@@ -80,6 +82,7 @@ impl Player {
         Self {
             id: EpisodeId { row, index, attempt: 0 },
             prompt: Vec::new(),
+            num_shared: 0,
             segments: Vec::new(),
             tools: Tools::default(),
             session: None,
@@ -93,9 +96,15 @@ impl Player {
         self.segments.iter().map(|segment| segment.ids().len()).sum()
     }
 
-    fn ids(&self) -> Vec<u32> {
+    /// The part of the prompt that all episodes of the group share. Training computes it once.
+    fn shared(&self) -> &[u32] {
+        &self.prompt[..self.num_shared]
+    }
+
+    /// All tokens after that.
+    fn given(&self) -> Vec<u32> {
         let segments = self.segments.iter().flat_map(Segment::ids);
-        self.prompt.iter().chain(segments).copied().collect()
+        self.prompt[self.num_shared..].iter().chain(segments).copied().collect()
     }
 
     fn end(&mut self, stop: EpisodeStop) {
@@ -111,6 +120,7 @@ impl Player {
         let mut again = Self::new(self.id.row, self.id.index);
         again.id.attempt = self.id.attempt + 1;
         again.record.restarts = again.id.attempt;
+        (again.prompt, again.num_shared) = (std::mem::take(&mut self.prompt), self.num_shared);
         *self = again;
     }
 
@@ -147,6 +157,7 @@ pub(super) fn play(
     let mut players: Vec<Player> = rows.iter().flat_map(of_row).collect();
     while players.iter().any(|player| !matches!(player.state, State::Over)) {
         game.begin(rollouts, id, &mut players)?;
+        players.chunks_mut(num_generations.get()).for_each(find_shared);
         let taken = game.take_turns(rollouts, &mut players, (key, sampler))?;
         game.answer(rollouts, id, &mut players, taken)?;
     }
@@ -209,10 +220,8 @@ impl Game<'_> {
         };
         // The same for all episodes of the group, whatever their order.
         let seed = rollouts.environment_key(id).with(episode.row).bits() >> 11;
-        let limits = EpisodeLimits {
-            max_turns: self.environment.max_turns,
-            max_tokens: self.environment.max_episode_tokens,
-        };
+        let limits =
+            EpisodeLimits { max_turns: self.environment.max_turns, max_tokens: self.environment.max_episode_tokens };
         let reset = Reset { seed, messages, columns: prompt.columns.clone(), limits };
         EpisodeCall { episode: episode.clone(), ask: Ask::Reset(Box::new(reset)) }
     }
@@ -234,6 +243,11 @@ impl Game<'_> {
         if first.ids.is_empty() {
             return Err("the prompt of the episode is empty".to_owned());
         }
+        if !first.ids.starts_with(player.shared()) {
+            return Err(
+                "the episode began again with other messages or tools, but seed and row are the same".to_owned()
+            );
+        }
         player.record.special_tokens_escaped += count(first.special_tokens_escaped);
         player.record.opening = opening;
         (player.prompt, player.tools, player.session) = (first.ids, tools, session);
@@ -253,16 +267,12 @@ impl Game<'_> {
         if live.is_empty() {
             return Ok(Vec::new());
         }
-        let prompts: Vec<(u64, Vec<u32>)> = live
-            .iter()
-            .map(|&place| {
-                let player = &players[place];
-                let EpisodeId { row, index, attempt } = player.id;
-                let turn = player.record.turns.len() as u64;
-                let word = key.with(row).with(index.into()).with(attempt.into()).with(turn).word();
-                (word, player.ids())
-            })
-            .collect();
+        let prompt = |&place: &usize| {
+            let player = &players[place];
+            let EpisodeId { row, index, attempt } = player.id;
+            (key.with(row).with(index.into()).with(attempt.into()).word(), player.shared(), player.given())
+        };
+        let prompts: Vec<(u64, &[u32], Vec<u32>)> = live.iter().map(prompt).collect();
         let sampled = self.generate(rollouts, &prompts, (key, sampler))?;
         let mut taken = Vec::with_capacity(live.len());
         for (place, generated) in live.into_iter().zip(sampled) {
@@ -274,12 +284,12 @@ impl Game<'_> {
     fn generate(
         &self,
         rollouts: &mut Rollouts<'_>,
-        prompts: &[(u64, Vec<u32>)],
+        prompts: &[(u64, &[u32], Vec<u32>)],
         (key, sampler): (Key, Sampler),
     ) -> Result<Vec<Generated>, RunEnd> {
         let prompts: Vec<GeneratePrompt<'_>> =
-            prompts.iter().map(|(row, ids)| GeneratePrompt { row: *row, ids }).collect();
-        let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
+            prompts.iter().map(|(row, ids, given)| GeneratePrompt { row: *row, ids, given }).collect();
+        let longest = prompts.iter().map(|prompt| prompt.ids.len() + prompt.given.len()).max().unwrap_or(0);
         loop {
             let request = GenerateRequest {
                 prompts: &prompts,
@@ -310,7 +320,9 @@ impl Game<'_> {
         player.segments.extend(segments);
         let number = player.record.turns.len();
         let text = match finish_reason {
-            FinishReason::Stop => self.renderer.turn_text(&ids).map_err(|error| EngineError::Prompts(error.to_string()))?,
+            FinishReason::Stop => {
+                self.renderer.turn_text(&ids).map_err(|error| EngineError::Prompts(error.to_string()))?
+            }
             FinishReason::Length => self.text.decode(&ids, false)?,
         };
         let context = ParseContext { tools: &player.tools, turn: number, opens_reasoning: self.opens_reasoning };
@@ -457,16 +469,9 @@ impl Game<'_> {
 
     /// Makes a group of its episodes. Their common beginning is the prompt; what differs after it is context.
     fn group(&self, rollouts: &Rollouts<'_>, id: RolloutId, row: u64, players: Vec<Player>) -> SampledGroup {
-        let begun = players.iter().filter(|player| !player.segments.is_empty());
-        let mut prompts = begun.map(|player| player.prompt.as_slice());
-        let common = prompts.next().map(|first| {
-            prompts.fold(first.len(), |length, other| {
-                first[..length].iter().zip(other).take_while(|(a, b)| a == b).count()
-            })
-        });
         let default = &rollouts.data.prompts_of(id.phase)[row as usize].ids;
         let first = players.iter().find(|player| !player.segments.is_empty());
-        let prompt = first.map_or(default.clone(), |player| player.prompt[..common.unwrap_or(0).max(1)].to_vec());
+        let prompt = first.map_or(default.clone(), |player| player.shared().to_vec());
         let end = rollouts.data.text.eos_token_ids().first().copied().unwrap_or(0);
         let completions = players.into_iter().map(|mut player| {
             let mut segments = Vec::new();
@@ -488,6 +493,20 @@ impl Game<'_> {
         });
         SampledGroup { row, completions: completions.collect(), prompt_ids: Some(prompt) }
     }
+}
+
+/// Finds the common beginning of the prompts of a group, once all that can have one have begun. An environment should begin all episodes
+/// of a group in the same way.
+fn find_shared(group: &mut [Player]) {
+    if group.iter().any(|player| player.num_shared > 0) {
+        return;
+    }
+    let prompts: Vec<&[u32]> =
+        group.iter().map(|player| player.prompt.as_slice()).filter(|prompt| !prompt.is_empty()).collect();
+    let Some((first, others)) = prompts.split_first() else { return };
+    let common = |length: usize, other: &&[u32]| first[..length].iter().zip(*other).take_while(|(a, b)| a == b).count();
+    let length = others.iter().fold(first.len(), common).max(1);
+    group.iter_mut().for_each(|player| player.num_shared = length.min(player.prompt.len()));
 }
 
 /// Asks the environment. There is one reply for each call.

@@ -10,7 +10,8 @@ use super::error::{EngineError, Result};
 use super::host::{Rollout, RolloutCompletion, RolloutGroup};
 use super::memory::peak_resident_bytes;
 use super::metrics::{
-    KlRow, RolloutRows, advantage_metrics, entropy, episode_metrics, kl_metrics, loss_metrics, rollout_metrics, sampling_metrics,
+    KlRow, RolloutRows, advantage_metrics, entropy, episode_metrics, kl_metrics, loss_metrics, rollout_metrics,
+    sampling_metrics,
 };
 use super::model::{Policy, RowScore};
 use super::rollout::{Batching, num_generations};

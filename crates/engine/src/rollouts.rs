@@ -218,11 +218,8 @@ impl Rollouts<'_> {
             // Only completions that are trained need their log-probs.
             completions.iter_mut().flatten().for_each(|completion| completion.segments.forget_logps());
         }
-        let groups = rows.iter().zip(completions).map(|(&row, completions)| SampledGroup {
-            row,
-            completions,
-            prompt_ids: None,
-        });
+        let groups =
+            rows.iter().zip(completions).map(|(&row, completions)| SampledGroup { row, completions, prompt_ids: None });
         let groups: Vec<SampledGroup> = groups.collect();
         self.host.sampled(id, &groups)?;
         Ok(groups)
@@ -239,7 +236,7 @@ impl Rollouts<'_> {
     fn generate(&self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Vec<Vec<Generated>>, RunEnd> {
         let prompts = self.data.prompts_of(id.phase);
         let prompts: Vec<GeneratePrompt<'_>> =
-            rows.iter().map(|&row| GeneratePrompt { row, ids: &prompts[row as usize].ids }).collect();
+            rows.iter().map(|&row| GeneratePrompt { row, ids: &prompts[row as usize].ids, given: &[] }).collect();
         let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
         let max_completion_length = self.plan.sampling.max_completion_length as usize;
         let request = GenerateRequest {

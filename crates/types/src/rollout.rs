@@ -304,7 +304,8 @@ mod tests {
             Segment::Model { ids: vec![8], logps: None },
         ]);
         let score = Score { values: vec![RewardValue::Number(1.0)] };
-        let scored = RolloutCompletion { segments: segments.clone(), finish_reason: FinishReason::Stop, score, episode: None };
+        let scored =
+            RolloutCompletion { segments: segments.clone(), finish_reason: FinishReason::Stop, score, episode: None };
         let text = serde_json::to_string(&scored).unwrap();
         assert_eq!(
             text,

@@ -7,6 +7,7 @@
 
 mod adapter;
 mod document;
+mod environments;
 mod estimate;
 mod evaluation;
 #[cfg(test)]

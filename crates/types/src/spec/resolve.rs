@@ -5,6 +5,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use super::environments;
 use super::estimate::{Estimate, Limits, choose_micro_batch};
 use super::evaluation::{FEWEST_TEST_ROWS, shared_prompts};
 use super::facts::{Context, DatasetFacts, ModelFacts};
@@ -63,6 +64,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     let sampling = fit_completions(spec, context, &mut errors);
     rloo::check(spec, &sampling, &mut errors);
     rollouts::check(spec, &mut errors);
+    environments::check(spec, context, &mut errors);
     let runtime = runtime::choose(spec, context, &mut errors);
     let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
@@ -108,6 +110,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         rloo: spec.rloo.clone(),
         sampling,
         rollout: spec.rollout.clone(),
+        environment: spec.environment.clone(),
         lora,
         warm_start: spec.warm_start.clone().map(|warm_start| warm::found(warm_start, context)),
         warm_up: context.warm_up_dataset.as_ref().and_then(|facts| warm_up::plan(spec, facts, facts.plan())),
