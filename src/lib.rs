@@ -44,8 +44,9 @@ pub use rlood_store as store;
 pub use rlood_store::files;
 pub use rlood_templates as jinja;
 pub use rlood_types::{
-    callback, dataset, digest, doctor, error_text, event, export, failpoint, generate, id, job, one_shot, openai,
-    outgoing, preflight, protocol, push, rollout, scopes, serving, spec, storage, strict_json, task, verdict, webhooks,
+    callback, dataset, digest, doctor, environment, error_text, event, export, failpoint, generate, id, job, one_shot,
+    openai, outgoing, preflight, protocol, push, rollout, scopes, serving, spec, storage, strict_json, task, verdict,
+    webhooks,
 };
 pub use rlood_worker::{exporter, judge, reward_model, worker};
 

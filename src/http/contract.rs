@@ -8,6 +8,7 @@ use utoipa::openapi::{Components, OpenApi};
 use utoipa::{OpenApi as _, ToSchema};
 
 use super::list::Time;
+use crate::environment::EpisodeTurn;
 use crate::event::FinishReason;
 use crate::id::{JobId, RewardRequestId};
 
@@ -122,6 +123,9 @@ struct RewardRequestSample {
     /// All other columns of the dataset row.
     #[schema(value_type = std::collections::BTreeMap<String, Value>)]
     columns: Value,
+    /// The turns of the episode. Present in jobs with an environment; `messages` is then the whole chat and `completion` the model's
+    /// last answer.
+    turns: Option<Vec<EpisodeTurn>>,
 }
 
 /// The scores, in any of these forms.

@@ -208,7 +208,7 @@ impl BlockValues {
         Denominators {
             completions: kept().count(),
             tokens: kept().filter(|&row| self.included[row]).map(|row| self.lengths[row]).sum(),
-            max_completion_length: plan.sampling.max_completion_length as usize,
+            max_completion_length: plan.max_tokens_after_prompt() as usize,
         }
     }
 

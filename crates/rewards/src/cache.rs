@@ -99,6 +99,8 @@ pub fn key(revision: &CacheKey, sample: &RewardSample) -> CacheKey {
         num_tokens,
         completion_ids: _,
         columns,
+        // The messages have its turns.
+        episode: _,
     } = sample;
     let rest = serde_json::to_vec(&(messages, finish_reason, num_tokens, columns)).unwrap_or_default();
     digest(&[revision, prompt.as_bytes(), completion.as_bytes(), &rest])

@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::JobContext;
+use crate::environment::EpisodeTurn;
 use crate::event::FinishReason;
 use crate::meter::About;
 use crate::rollout::RewardSample;
@@ -39,6 +40,8 @@ pub(super) struct Request {
     pub body: String,
     /// The samples in the request; empty for a health check.
     pub about: About,
+    /// The episode that the request is about, for environments.
+    pub episode: Option<String>,
     /// Secret token that authorizes callbacks, if the request offers a callback address.
     token: Option<String>,
     /// Time until which the service may deliver results.
@@ -50,7 +53,12 @@ impl Request {
     pub fn new(id: String, body: String, left: Duration) -> Self {
         // Limiting the time to one year prevents an overflow of the clock.
         let left = left.min(Duration::from_secs(365 * 86_400));
-        Self { id, body, about: About::default(), token: None, deadline: Instant::now() + left }
+        Self { id, body, about: About::default(), episode: None, token: None, deadline: Instant::now() + left }
+    }
+
+    /// Sets the episode that the request is about.
+    pub fn of_episode(self, episode: String) -> Self {
+        Self { episode: Some(episode), ..self }
     }
 
     /// Sets the samples of the request.
@@ -144,6 +152,8 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         finish_reason: FinishReason,
         num_tokens: u32,
         columns: &'a Map<String, Value>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        turns: Option<&'a [EpisodeTurn]>,
     }
     let RewardSample {
         sample_id,
@@ -157,6 +167,7 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         num_tokens,
         completion_ids: _,
         columns,
+        episode,
     } = sample;
     let wire = Wire {
         sample_id,
@@ -168,6 +179,7 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         finish_reason: *finish_reason,
         num_tokens: *num_tokens,
         columns,
+        turns: episode.as_ref().map(|episode| episode.turns.as_slice()),
     };
     serde_json::to_value(&wire).expect("strings and JSON values can be serialized")
 }

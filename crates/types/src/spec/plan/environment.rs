@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use super::ServicePlan;
+use super::{Plan, ServicePlan};
 
 /// The environment that a job's episodes are played with.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -68,4 +68,13 @@ pub enum OnParseError {
     Reply,
     /// The episode ends.
     End,
+}
+
+impl Plan {
+    /// Returns the maximum number of tokens after a prompt: of a completion, or of an episode.
+    pub fn max_tokens_after_prompt(&self) -> u32 {
+        self.environment
+            .as_ref()
+            .map_or(self.sampling.max_completion_length, |environment| environment.max_episode_tokens)
+    }
 }
