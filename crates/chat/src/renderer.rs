@@ -106,6 +106,17 @@ struct Tail {
     text: String,
 }
 
+impl Tail {
+    /// The text with the token that ended the turn before it. In templates that do not end turns, the model may end its turn with the
+    /// token that opens the next message, which then stands there once.
+    fn behind(&self, end: &SpecialToken) -> String {
+        match (&self.end, self.text.trim_start().strip_prefix(&end.text)) {
+            (None, Some(rest)) => format!("{}{rest}", end.text),
+            _ => format!("{}{}", end.text, self.text),
+        }
+    }
+}
+
 /// Renders conversations for one model with one set of template variables.
 #[derive(Debug)]
 pub struct TurnRenderer<'a> {
@@ -270,13 +281,10 @@ impl<'a> TurnRenderer<'a> {
         let tail = self.tail(messages, rule).map_err(|why| RenderError::NoRule { role: "tool", why })?;
         // The token that ended the turn stands before the text while it is encoded, so that the tokenizer does not treat the text as
         // the beginning of another one.
-        let end = match tail.end {
-            Some(end) => end,
-            None => self.token(last)?,
-        };
+        let end = tail.end.clone().map_or_else(|| self.token(last), Ok)?;
         let is_clean = !messages.iter().any(|message| self.specials.occur_in(message));
         if is_clean {
-            let ids = self.text.encode(&format!("{}{}", end.text, tail.text), false)?;
+            let ids = self.text.encode(&tail.behind(&end), false)?;
             // Texts of a stranger could also form a special token together with those of the template.
             if self.specials.count(&ids) <= self.baseline(&end, messages, rule)? {
                 return Ok((behind(&end, ids)?, 0));
@@ -286,7 +294,7 @@ impl<'a> TurnRenderer<'a> {
         let mut values: Vec<&mut Value> = escaped_messages.iter_mut().collect();
         let escaped = self.specials.escape(&mut values, &[]).ok_or(RenderError::NoMark)?;
         let tail = self.tail(&escaped_messages, rule).map_err(|why| RenderError::NoRule { role: "tool", why })?;
-        let ids = self.specials.encode(self.text, &format!("{}{}", end.text, tail.text), &escaped)?;
+        let ids = self.specials.encode(self.text, &tail.behind(&end), &escaped)?;
         Ok((behind(&end, ids)?, escaped.count))
     }
 
@@ -295,8 +303,7 @@ impl<'a> TurnRenderer<'a> {
         let mut harmless = messages.to_vec();
         harmless.iter_mut().for_each(|message| message["content"] = json!(DUMMY));
         let tail = self.tail(&harmless, rule).map_err(|why| RenderError::NoRule { role: "tool", why })?;
-        let ids = self.text.encode(&format!("{}{}", end.text, tail.text), false)?;
-        Ok(self.specials.count(&ids))
+        Ok(self.specials.count(&self.text.encode(&tail.behind(end), false)?))
     }
 
     fn token(&self, id: u32) -> Result<SpecialToken, RenderError> {
@@ -353,8 +360,10 @@ impl<'a> TurnRenderer<'a> {
         let trimmed = text.trim_start();
         let Some(first) = self.specials.at_start(trimmed) else { return Ok(Tail { end: None, text }) };
         // A special token may also open the next message, in templates that do not end turns.
-        let ends = self.text.eos_token_ids().contains(&first.id)
-            || behind(&turn, false).is_ok_and(|alone| alone.trim_start().starts_with(&first.text));
+        let ends = match behind(&turn, false) {
+            Ok(alone) => alone.trim_start().starts_with(&first.text),
+            Err(_) => self.text.eos_token_ids().contains(&first.id),
+        };
         match ends {
             true => Ok(Tail { end: Some(first.clone()), text: trimmed[first.text.len()..].to_owned() }),
             false => Ok(Tail { end: None, text }),

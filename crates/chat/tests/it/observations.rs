@@ -65,6 +65,15 @@ fn templates_of_other_shapes_are_cut_too() {
 }
 
 #[test]
+fn a_token_that_opens_the_next_message_may_end_a_turn() {
+    // GLM: the model ends its turn with the token of the next role.
+    let template = "{% for m in messages %}{{ '<|endoftext|>' if m.role == 'tool' else '<|im_start|>' }}{{ m.role }}\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let text = support::text("qwen", template);
+    assert_eq!(shown(&text, &[result("3")], "<|endoftext|>"), "tool\n3<|im_start|>assistant\n");
+    assert_eq!(shown(&text, &[result("3")], "<|im_end|>"), "<|endoftext|>tool\n3<|im_start|>assistant\n");
+}
+
+#[test]
 fn results_become_a_user_message_where_there_is_no_role_for_them() {
     let template = "{% for m in messages %}{% if m.role not in ['user', 'assistant'] or (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
     let text = support::text("qwen", template);
