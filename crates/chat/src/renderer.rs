@@ -278,7 +278,7 @@ impl<'a> TurnRenderer<'a> {
 
     /// Encodes the text behind a turn that the token `last` ended. Returns the ids, and how many texts of special tokens were escaped.
     fn suffix_ids(&self, last: u32, messages: &[Value], rule: Rule) -> Result<(Vec<u32>, usize), RenderError> {
-        let tail = self.tail(messages, rule).map_err(|why| RenderError::NoRule { role: "tool", why })?;
+        let tail = self.tail_of(messages, rule)?;
         // The token that ended the turn stands before the text while it is encoded, so that the tokenizer does not treat the text as
         // the beginning of another one.
         let end = tail.end.clone().map_or_else(|| self.token(last), Ok)?;
@@ -293,7 +293,11 @@ impl<'a> TurnRenderer<'a> {
         let mut escaped_messages = messages.to_vec();
         let mut values: Vec<&mut Value> = escaped_messages.iter_mut().collect();
         let escaped = self.specials.escape(&mut values, &[]).ok_or(RenderError::NoMark)?;
-        let tail = self.tail(&escaped_messages, rule).map_err(|why| RenderError::NoRule { role: "tool", why })?;
+        for message in escaped_messages.iter_mut().filter(|_| is_clean) {
+            let content = message.get("content").and_then(Value::as_str).unwrap_or_default();
+            message["content"] = json!(escaped.fenced(content));
+        }
+        let tail = self.tail_of(&escaped_messages, rule)?;
         let ids = self.specials.encode(self.text, &tail.behind(&end), &escaped)?;
         Ok((behind(&end, ids)?, escaped.count))
     }
@@ -302,7 +306,7 @@ impl<'a> TurnRenderer<'a> {
     fn baseline(&self, end: &SpecialToken, messages: &[Value], rule: Rule) -> Result<usize, RenderError> {
         let mut harmless = messages.to_vec();
         harmless.iter_mut().for_each(|message| message["content"] = json!(DUMMY));
-        let tail = self.tail(&harmless, rule).map_err(|why| RenderError::NoRule { role: "tool", why })?;
+        let tail = self.tail_of(&harmless, rule)?;
         Ok(self.specials.count(&self.text.encode(&tail.behind(end), false)?))
     }
 
@@ -333,6 +337,12 @@ impl<'a> TurnRenderer<'a> {
             }
         }
         Err(why.unwrap_or_default())
+    }
+
+    fn tail_of(&self, messages: &[Value], rule: Rule) -> Result<Tail, RenderError> {
+        let has_results = messages.iter().any(|message| message["role"] == "tool");
+        let role = if has_results { "tool" } else { "user" };
+        self.tail(messages, rule).map_err(|why| RenderError::NoRule { role, why })
     }
 
     /// Renders the messages behind a turn, and returns what stands behind it.
