@@ -358,7 +358,11 @@ async fn a_chat_with_tools_is_answered_with_calls() {
     // A call that does not fit its schema, and a request without tools, are answered with the text.
     let mut other = add.clone();
     other["parameters"]["properties"]["b"] = json!({"type": "string"});
-    for more in [json!({"tools": [{"type": "function", "function": other}]}), json!({"tool_choice": "none"}), json!({"tools": null})] {
+    for more in [
+        json!({"tools": [{"type": "function", "function": other}]}),
+        json!({"tool_choice": "none"}),
+        json!({"tools": null}),
+    ] {
         let answer = asked(&server, "/v1/chat/completions", body(more)).await;
         let choice = &answer["choices"][0];
         assert_eq!(choice["message"]["content"], CALL.trim_end_matches("</tool_call>"));

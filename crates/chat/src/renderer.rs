@@ -28,7 +28,7 @@ pub enum RenderError {
     NoRule {
         /// The role that was tried, `tool` or `user`.
         role: &'static str,
-        /// The reason.
+        /// The reason, in the template's words if it raised an error.
         why: String,
     },
     /// The turn does not end with a token that ends turns, because it was cut by its length. Nothing may be appended to it.
@@ -55,9 +55,9 @@ pub enum RenderError {
 /// How a template shows the results of tools.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToolRole {
-    /// As messages of role `tool`.
+    /// Results are messages of role `tool`.
     Tool,
-    /// As one message of role `user`, because the template has no role for results.
+    /// Results are joined to one message of role `user`, because the template has no role for results.
     User,
 }
 
@@ -91,11 +91,11 @@ struct Rule {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
-    /// Behind a plain text of the assistant.
+    /// Results follow a plain text of the assistant.
     BehindText,
-    /// Behind calls of the assistant, for templates that show results with the calls they belong to.
+    /// Results follow calls of the assistant, for templates that show results with the calls they belong to.
     BehindCalls,
-    /// Joined to one message of the user.
+    /// Results are joined to one message of the user.
     AsUser,
 }
 
@@ -418,8 +418,7 @@ impl<'a> TurnRenderer<'a> {
         rendered.map_err(|error| error.to_string())
     }
 
-    /// Cuts a text that has more tokens than allowed, and says so at its end; the note counts as well. None if the text is short
-    /// enough.
+    /// Cuts a text that has more tokens than allowed, and notes that at its end; the note's tokens count. A short text gives None.
     fn cut(&self, content: &str, max_tokens: usize) -> Result<Option<String>, RenderError> {
         if self.text.end_of_tokens(content, max_tokens)?.is_none() {
             return Ok(None);

@@ -61,7 +61,7 @@ impl ChatTemplate {
     /// Renders chat messages to text, without tools; `kwargs` are further variables of the template.
     ///
     /// # Errors
-    /// Fails like [`ChatTemplate::render_with_tools`].
+    /// Fails for the same reasons as [`ChatTemplate::render_with_tools`].
     pub fn render(
         &self,
         messages: &[serde_json::Value],

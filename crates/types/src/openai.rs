@@ -281,7 +281,7 @@ pub struct ChatMessage {
 pub struct ChatToolCall {
     /// Id of the call, for `tool_call_id` of the message with its result.
     pub id: String,
-    /// Always `function`.
+    /// Kind of the call: always `function`.
     #[serde(rename = "type")]
     pub kind: &'static str,
     /// The function and its arguments.
