@@ -37,6 +37,14 @@ pub(crate) struct Escaped {
     pub count: usize,
 }
 
+impl Escaped {
+    /// A text with empty placeholders around it, so that it forms no special token together with the text around it.
+    pub fn fenced(&self, text: &str) -> String {
+        let fence = String::from_iter([self.mark, self.mark]);
+        format!("{fence}{text}{fence}")
+    }
+}
+
 impl Specials {
     pub fn new(text: &Text) -> Result<Specials, TextError> {
         let tokens: Vec<SpecialToken> =

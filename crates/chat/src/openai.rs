@@ -118,8 +118,8 @@ fn id_for(parser: ToolParser, id: &str) -> String {
     if parser != ToolParser::Mistral || is_short_id(id) {
         return id.to_owned();
     }
-    let letters: Vec<char> = id.chars().filter(char::is_ascii_alphanumeric).collect();
-    let last: String = letters[letters.len().saturating_sub(SHORT_ID)..].iter().collect();
+    let kept: Vec<char> = id.chars().filter(char::is_ascii_alphanumeric).collect();
+    let last: String = kept[kept.len().saturating_sub(SHORT_ID)..].iter().collect();
     format!("{last:0>SHORT_ID$}")
 }
 

@@ -38,7 +38,7 @@ pub enum ToolParser {
 /// A parser that was chosen by a chat template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Choice {
-    /// The parser.
+    /// The parser that reads this template's calls.
     pub parser: ToolParser,
     /// The marks in the template that decided, in words for the plan of a job.
     pub because: &'static str,

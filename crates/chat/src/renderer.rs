@@ -28,7 +28,7 @@ pub enum RenderError {
     NoRule {
         /// The role that was tried, `tool` or `user`.
         role: &'static str,
-        /// The reason.
+        /// The reason, in the template's words if it raised an error.
         why: String,
     },
     /// The turn does not end with a token that ends turns, because it was cut by its length. Nothing may be appended to it.
@@ -55,9 +55,9 @@ pub enum RenderError {
 /// How a template shows the results of tools.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToolRole {
-    /// As messages of role `tool`.
+    /// Results are messages of role `tool`.
     Tool,
-    /// As one message of role `user`, because the template has no role for results.
+    /// Results are joined to one message of role `user`, because the template has no role for results.
     User,
 }
 
@@ -91,11 +91,11 @@ struct Rule {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
-    /// Behind a plain text of the assistant.
+    /// Results follow a plain text of the assistant.
     BehindText,
-    /// Behind calls of the assistant, for templates that show results with the calls they belong to.
+    /// Results follow calls of the assistant, for templates that show results with the calls they belong to.
     BehindCalls,
-    /// Joined to one message of the user.
+    /// Results are joined to one message of the user.
     AsUser,
 }
 
@@ -104,6 +104,17 @@ struct Tail {
     /// The token with which the template ends the turn, if it has one.
     end: Option<SpecialToken>,
     text: String,
+}
+
+impl Tail {
+    /// The text with the token that ended the turn before it. In templates that do not end turns, the model may end its turn with the
+    /// token that opens the next message, which then stands there once.
+    fn behind(&self, end: &SpecialToken) -> String {
+        match (&self.end, self.text.trim_start().strip_prefix(&end.text)) {
+            (None, Some(rest)) => format!("{}{rest}", end.text),
+            _ => format!("{}{}", end.text, self.text),
+        }
+    }
 }
 
 /// Renders conversations for one model with one set of template variables.
@@ -267,16 +278,13 @@ impl<'a> TurnRenderer<'a> {
 
     /// Encodes the text behind a turn that the token `last` ended. Returns the ids, and how many texts of special tokens were escaped.
     fn suffix_ids(&self, last: u32, messages: &[Value], rule: Rule) -> Result<(Vec<u32>, usize), RenderError> {
-        let tail = self.tail(messages, rule).map_err(|why| RenderError::NoRule { role: "tool", why })?;
+        let tail = self.tail_of(messages, rule)?;
         // The token that ended the turn stands before the text while it is encoded, so that the tokenizer does not treat the text as
         // the beginning of another one.
-        let end = match tail.end {
-            Some(end) => end,
-            None => self.token(last)?,
-        };
+        let end = tail.end.clone().map_or_else(|| self.token(last), Ok)?;
         let is_clean = !messages.iter().any(|message| self.specials.occur_in(message));
         if is_clean {
-            let ids = self.text.encode(&format!("{}{}", end.text, tail.text), false)?;
+            let ids = self.text.encode(&tail.behind(&end), false)?;
             // Texts of a stranger could also form a special token together with those of the template.
             if self.specials.count(&ids) <= self.baseline(&end, messages, rule)? {
                 return Ok((behind(&end, ids)?, 0));
@@ -285,8 +293,12 @@ impl<'a> TurnRenderer<'a> {
         let mut escaped_messages = messages.to_vec();
         let mut values: Vec<&mut Value> = escaped_messages.iter_mut().collect();
         let escaped = self.specials.escape(&mut values, &[]).ok_or(RenderError::NoMark)?;
-        let tail = self.tail(&escaped_messages, rule).map_err(|why| RenderError::NoRule { role: "tool", why })?;
-        let ids = self.specials.encode(self.text, &format!("{}{}", end.text, tail.text), &escaped)?;
+        for message in escaped_messages.iter_mut().filter(|_| is_clean) {
+            let content = message.get("content").and_then(Value::as_str).unwrap_or_default();
+            message["content"] = json!(escaped.fenced(content));
+        }
+        let tail = self.tail_of(&escaped_messages, rule)?;
+        let ids = self.specials.encode(self.text, &tail.behind(&end), &escaped)?;
         Ok((behind(&end, ids)?, escaped.count))
     }
 
@@ -294,9 +306,8 @@ impl<'a> TurnRenderer<'a> {
     fn baseline(&self, end: &SpecialToken, messages: &[Value], rule: Rule) -> Result<usize, RenderError> {
         let mut harmless = messages.to_vec();
         harmless.iter_mut().for_each(|message| message["content"] = json!(DUMMY));
-        let tail = self.tail(&harmless, rule).map_err(|why| RenderError::NoRule { role: "tool", why })?;
-        let ids = self.text.encode(&format!("{}{}", end.text, tail.text), false)?;
-        Ok(self.specials.count(&ids))
+        let tail = self.tail_of(&harmless, rule)?;
+        Ok(self.specials.count(&self.text.encode(&tail.behind(end), false)?))
     }
 
     fn token(&self, id: u32) -> Result<SpecialToken, RenderError> {
@@ -328,6 +339,12 @@ impl<'a> TurnRenderer<'a> {
         Err(why.unwrap_or_default())
     }
 
+    fn tail_of(&self, messages: &[Value], rule: Rule) -> Result<Tail, RenderError> {
+        let has_results = messages.iter().any(|message| message["role"] == "tool");
+        let role = if has_results { "tool" } else { "user" };
+        self.tail(messages, rule).map_err(|why| RenderError::NoRule { role, why })
+    }
+
     /// Renders the messages behind a turn, and returns what stands behind it.
     fn tail(&self, messages: &[Value], rule: Rule) -> Result<Tail, String> {
         match rule.form {
@@ -353,8 +370,10 @@ impl<'a> TurnRenderer<'a> {
         let trimmed = text.trim_start();
         let Some(first) = self.specials.at_start(trimmed) else { return Ok(Tail { end: None, text }) };
         // A special token may also open the next message, in templates that do not end turns.
-        let ends = self.text.eos_token_ids().contains(&first.id)
-            || behind(&turn, false).is_ok_and(|alone| alone.trim_start().starts_with(&first.text));
+        let ends = match behind(&turn, false) {
+            Ok(alone) => alone.trim_start().starts_with(&first.text),
+            Err(_) => self.text.eos_token_ids().contains(&first.id),
+        };
         match ends {
             true => Ok(Tail { end: Some(first.clone()), text: trimmed[first.text.len()..].to_owned() }),
             false => Ok(Tail { end: None, text }),
@@ -399,8 +418,7 @@ impl<'a> TurnRenderer<'a> {
         rendered.map_err(|error| error.to_string())
     }
 
-    /// Cuts a text that has more tokens than allowed, and says so at its end; the note counts as well. None if the text is short
-    /// enough.
+    /// Cuts a text that has more tokens than allowed, and notes that at its end; the note's tokens count. A short text gives None.
     fn cut(&self, content: &str, max_tokens: usize) -> Result<Option<String>, RenderError> {
         if self.text.end_of_tokens(content, max_tokens)?.is_none() {
             return Ok(None);

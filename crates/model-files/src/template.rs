@@ -40,6 +40,7 @@ impl ChatTemplate {
         environment.set_syntax(syntax);
         environment.set_formatter(write_python);
         environment.add_filter("tojson", tojson);
+        environment.add_test("iterable", is_iterable);
         environment.add_function("raise_exception", |message: Value| raise(&message));
         environment.add_function("strftime_now", |format: &str| -> Result<String, Error> {
             if format.len() > MAX_TIME_FORMAT_BYTES {
@@ -60,7 +61,7 @@ impl ChatTemplate {
     /// Renders chat messages to text, without tools; `kwargs` are further variables of the template.
     ///
     /// # Errors
-    /// Fails like [`ChatTemplate::render_with_tools`].
+    /// Fails for the same reasons as [`ChatTemplate::render_with_tools`].
     pub fn render(
         &self,
         messages: &[serde_json::Value],
@@ -142,6 +143,11 @@ fn failed(error: Error) -> TemplateError {
         text = format!("{text} (line {line})");
     }
     TemplateError(text)
+}
+
+/// The test `iterable` as Jinja has it: unlike in minijinja, `none` cannot be iterated.
+fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
 }
 
 /// Writes a template value as Python's `str()` does, so that `{{ x }}` prints the same as in Jinja.

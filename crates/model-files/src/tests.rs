@@ -563,6 +563,11 @@ fn templates_render_as_jinja_does_in_transformers() {
         ("{{ x | tojson(indent=1) }}", "{\n \"b\": 1,\n \"a\": [\n  \"é<&>'\\\"\",\n  null,\n  true,\n  1.5\n ]\n}"),
         ("{{ true }} {{ none }} {{ [1, 'a', none] }} {{ {'k': false} }}", "True None [1, 'a', None] {'k': False}"),
         ("{% if tools is none and not tools %}no{% endif %}", "no"),
+        ("{% if tools is iterable and tools | length > 0 %}tools{% endif %}none", "none"),
+        (
+            "{{ 'a' is iterable }} {{ [] is iterable }} {{ x is iterable }} {{ 1 is iterable }} {{ y is iterable }}",
+            "True True True False True",
+        ),
         ("{% if enable_thinking is defined and enable_thinking is false %}quiet{% endif %}", "quiet"),
         ("  {% if true %}\n  a\n  {% endif %}\nb", "  a\nb"),
         ("{% for m in messages %}{% if loop.index > 5 %}{% break %}{% endif %}{{ m['role'] }}{% endfor %}", "user"),

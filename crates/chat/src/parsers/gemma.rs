@@ -61,7 +61,7 @@ fn unfenced(text: &str) -> (&str, bool) {
     }
 }
 
-/// Reads `call:NAME{…}`.
+/// Reads a call from its word `call:` on, `call:NAME{…}`.
 fn marked(scan: &mut Scan<'_>) -> Result<RawCall, ContentError> {
     let malformed = |why: &str| ContentError::malformed(format!("the tool call cannot be read, {why}: {FORM}"));
     let head = scan.rest().trim_start().strip_prefix(CALL).ok_or_else(|| malformed("'call:' is missing"))?;
@@ -159,9 +159,9 @@ impl Reader<'_> {
         Ok(Some(text))
     }
 
-    fn bare(&mut self, is_letter: impl Fn(char) -> bool) -> &str {
+    fn bare(&mut self, is_allowed: impl Fn(char) -> bool) -> &str {
         let rest = self.rest.trim_start();
-        let end = rest.find(|c| !is_letter(c)).unwrap_or(rest.len());
+        let end = rest.find(|c| !is_allowed(c)).unwrap_or(rest.len());
         let (word, rest) = rest.split_at(end);
         self.rest = rest;
         word

@@ -9,8 +9,8 @@ use crate::turn::{ContentError, ContentErrorKind};
 /// Maximum nesting depth of a literal.
 const MAX_DEPTH: usize = 64;
 
-/// Reads a text that is a list of calls. Other texts in brackets are no calls; a text that begins with the call of a known tool is
-/// meant as one.
+/// Reads a text that is a list of calls. Other texts in brackets are no calls, unless they begin with the call of a known tool: such a
+/// text is an error.
 pub(super) fn call_list(text: &str, tools: &Tools) -> Result<Vec<RawCall>, ContentError> {
     let inner = text.strip_prefix('[').unwrap_or(text);
     let mut reader = Reader { rest: inner };
@@ -98,8 +98,8 @@ impl Reader<'_> {
 
     fn name(&mut self) -> Option<String> {
         let rest = self.rest.trim_start();
-        let is_letter = |c: char| c.is_alphanumeric() || matches!(c, '_' | '.' | '-');
-        let end = rest.find(|c| !is_letter(c)).unwrap_or(rest.len());
+        let is_character = |c: char| c.is_alphanumeric() || matches!(c, '_' | '.' | '-');
+        let end = rest.find(|c| !is_character(c)).unwrap_or(rest.len());
         let name = rest.get(..end).filter(|name| name.starts_with(|c: char| c.is_alphabetic() || c == '_'))?;
         self.rest = &rest[end..];
         Some(name.to_owned())
@@ -155,20 +155,20 @@ impl Reader<'_> {
 
     /// Reads a quoted text with the escapes that Python and JSON share.
     fn string(&mut self) -> Result<String, &'static str> {
-        let mut letters = self.rest.char_indices();
-        let quote = match letters.next() {
+        let mut characters = self.rest.char_indices();
+        let quote = match characters.next() {
             Some((_, quote @ ('"' | '\''))) => quote,
             _ => return Err("a quote is missing"),
         };
         let mut text = String::new();
-        while let Some((at, letter)) = letters.next() {
-            match letter {
-                '\\' => match letters.next() {
+        while let Some((at, character)) = characters.next() {
+            match character {
+                '\\' => match characters.next() {
                     Some((_, 'n')) => text.push('\n'),
                     Some((_, 't')) => text.push('\t'),
                     Some((_, 'r')) => text.push('\r'),
                     Some((_, 'u')) => {
-                        let digits: String = letters.by_ref().take(4).map(|(_, digit)| digit).collect();
+                        let digits: String = characters.by_ref().take(4).map(|(_, digit)| digit).collect();
                         let code = u32::from_str_radix(&digits, 16).ok().and_then(char::from_u32);
                         text.push(code.ok_or("an escape is not valid")?);
                     }
@@ -177,19 +177,19 @@ impl Reader<'_> {
                     Some((_, other)) => text.extend(['\\', other]),
                     None => break,
                 },
-                letter if letter == quote => {
+                character if character == quote => {
                     self.rest = &self.rest[at + 1..];
                     return Ok(text);
                 }
-                letter => text.push(letter),
+                character => text.push(character),
             }
         }
         Err("a quote is missing")
     }
 
     fn word(&mut self) -> Result<Value, &'static str> {
-        let is_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-' | '+');
-        let end = self.rest.find(|c| !is_letter(c)).unwrap_or(self.rest.len());
+        let is_character = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-' | '+');
+        let end = self.rest.find(|c| !is_character(c)).unwrap_or(self.rest.len());
         let (word, rest) = self.rest.split_at(end);
         self.rest = rest;
         match word {

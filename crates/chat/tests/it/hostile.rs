@@ -60,10 +60,10 @@ impl Random {
     }
 
     fn change(&mut self, text: &str, others: &[String]) -> String {
-        let letters: Vec<char> = text.chars().collect();
-        let (from, to) = (self.below(letters.len() + 1), self.below(letters.len() + 1));
-        let part = |from: usize, to: usize| letters[from.min(to)..from.max(to)].iter().collect::<String>();
-        let whole = letters.len();
+        let characters: Vec<char> = text.chars().collect();
+        let (from, to) = (self.below(characters.len() + 1), self.below(characters.len() + 1));
+        let part = |from: usize, to: usize| characters[from.min(to)..from.max(to)].iter().collect::<String>();
+        let whole = characters.len();
         match self.below(5) {
             0 => part(0, from) + PIECES[self.below(PIECES.len())] + &part(from, whole),
             1 => part(0, from.min(to)) + &part(from.max(to), whole),

@@ -22,8 +22,16 @@ pub(crate) fn template(name: &str) -> String {
 
 /// The tokenizer of a family with this template.
 pub(crate) fn text(family: &str, template: &str) -> Text {
+    changed_text(family, template, |_| {})
+}
+
+/// The tokenizer of a family with this template, after a change of tokenizer.json.
+pub(crate) fn changed_text(family: &str, template: &str, change: impl FnOnce(&mut Value)) -> Text {
     let dir = tempfile::tempdir().unwrap();
-    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
+    let mut tokenizer = json(&format!("{family}/tokenizer.json"));
+    change(&mut tokenizer);
+    std::fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    for name in ["tokenizer_config.json", "generation_config.json"] {
         std::fs::copy(file(family).join(name), dir.path().join(name)).unwrap();
     }
     // A model of a family without a decoder here, with one weight: only its texts matter.

@@ -106,7 +106,7 @@ fn check(case: &Value, template: &str, prompts: &[Value], tools: &Tools) {
             }
             ("unknown_tool", After::Refused(ContentErrorKind::UnknownTool, results)) => {
                 assert_eq!(results.len(), 1);
-                // With TRL's words as the result, the ids are TRL's.
+                // The ids are TRL's once the result has TRL's words.
                 played.show(&sampled, &results);
             }
             ("overlong_result", After::Continued) => {
