@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::AtomicBool;
 
 use axum::http::{HeaderMap, HeaderValue, Method, header};
+use rlood::chat::{ParseContext, ToolParser, Tools};
 use rlood::data::{Options, Source, convert, preview};
 use rlood::dataset::{Format, Reader, Recipe, RecipeMap};
 use rlood::event::FinishReason;
@@ -24,7 +25,7 @@ use serde_json::{Map, Value, json};
 pub type Target = fn(&[u8]);
 
 /// By the name of its corpus.
-pub const TARGETS: [(&str, Target); 12] = [
+pub const TARGETS: [(&str, Target); 13] = [
     ("jsonl", jsonl),
     ("data_file", data_file),
     ("data_map", data_map),
@@ -34,6 +35,7 @@ pub const TARGETS: [(&str, Target); 12] = [
     ("adapter_config", adapter_config),
     ("tokenizer", tokenizer),
     ("chat_template", chat_template),
+    ("tool_calls", tool_calls),
     ("range_header", range_header),
     ("reward_response", reward_response),
     ("worker_protocol", worker_protocol),
@@ -171,6 +173,19 @@ pub fn chat_template(bytes: &[u8]) {
     let Ok(template) = ChatTemplate::new(source, vec![("bos_token".into(), "<s>".into())]) else { return };
     let messages = [json!({"role": "system", "content": "s"}), json!({"role": "user", "content": "u"})];
     let _ = template.render(&messages, true, &Map::new());
+}
+
+/// The turn of a model, read by every parser of tool calls.
+pub fn tool_calls(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    let parameters = json!({"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": ["string", "null"]}}});
+    let tools = Tools::new(&[json!({"type": "function", "function": {"name": "add", "parameters": parameters}})]);
+    let tools = tools.expect("a valid tool");
+    for (_, parser) in ToolParser::NAMES {
+        for opens_reasoning in [false, true] {
+            let _ = parser.parse(&text, &ParseContext { tools: &tools, turn: 0, opens_reasoning });
+        }
+    }
 }
 
 /// The headers that ask for a part of a file, one a line: Range, If-Range, If-None-Match.

@@ -16,6 +16,7 @@
 //! | `rlood-data`: [`data`] | reads and maps files of rows; blocking |
 //! | `rlood-hub`: [`hub`] | a client of the hub's protocol; independent of jobs |
 //! | `rlood-engine`: [`engine`] | the training loop; synchronous, works on token ids, independent of jobs and HTTP |
+//! | `rlood-chat`: [`chat`] | turns of a chat: tool calls in texts, the tokens of the next turn; no I/O |
 //! | `rlood-model-files`: [`modelcard`] | the contents of a model's folder, without tensors |
 //! | `rlood-kernels` | compute kernels of the engine; all unsafe code |
 //! | `rlood-types`: [`callback`] [`dataset`] [`digest`] [`doctor`] [`error_text`] [`event`] [`export`] [`failpoint`] [`generate`] [`id`] [`job`] [`one_shot`] [`outgoing`] [`preflight`] [`protocol`] [`push`] [`rollout`] [`scopes`] [`spec`] [`storage`] [`strict_json`] [`verdict`] [`webhooks`] | shared plain types, no I/O |
@@ -33,6 +34,7 @@
 
 pub mod config;
 
+pub use rlood_chat as chat;
 pub use rlood_data as data;
 pub use rlood_engine as engine;
 pub use rlood_hub as hub;
@@ -42,8 +44,9 @@ pub use rlood_store as store;
 pub use rlood_store::files;
 pub use rlood_templates as jinja;
 pub use rlood_types::{
-    callback, dataset, digest, doctor, error_text, event, export, failpoint, generate, id, job, one_shot, openai,
-    outgoing, preflight, protocol, push, rollout, scopes, serving, spec, storage, strict_json, task, verdict, webhooks,
+    callback, dataset, digest, doctor, environment, error_text, event, export, failpoint, generate, id, job, one_shot,
+    openai, outgoing, preflight, protocol, push, rollout, scopes, serving, spec, storage, strict_json, task, verdict,
+    webhooks,
 };
 pub use rlood_worker::{exporter, judge, reward_model, worker};
 

@@ -339,6 +339,7 @@ fn default_samples(columns: &Map<String, Value>) -> Vec<RewardSample> {
                 completion,
                 finish_reason: FinishReason::Stop,
                 columns: all,
+                episode: None,
             });
         }
     }

@@ -8,6 +8,7 @@ use utoipa::openapi::{Components, OpenApi};
 use utoipa::{OpenApi as _, ToSchema};
 
 use super::list::Time;
+use crate::environment::EpisodeTurn;
 use crate::event::FinishReason;
 use crate::id::{JobId, RewardRequestId};
 
@@ -125,6 +126,9 @@ struct RewardRequestSample {
     /// The images of the prompt, in order. Absent if it has none.
     #[serde(skip_serializing_if = "Option::is_none")]
     images: Option<Vec<RewardImage>>,
+    /// The turns of the episode. Present in jobs with an environment; `messages` is then the whole chat and `completion` the model's
+    /// last answer.
+    turns: Option<Vec<EpisodeTurn>>,
 }
 
 /// A reference to an image of a prompt.

@@ -13,6 +13,7 @@ mod models;
 mod names;
 mod tokenizer;
 mod tokens;
+mod tools;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;

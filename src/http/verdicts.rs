@@ -176,6 +176,10 @@ async fn begin(state: AppState, caller: Caller, id: JobId, body: Value) -> Resul
     let job = state.store.job_get(id).await?;
     let plan = job.plan()?;
     python_rewards::check_plan(&state, &caller, id, &plan).await?;
+    if plan.environment.is_some() {
+        let detail = "a verdict samples single turns, and this job plays episodes with an environment: compare eval_environment/return_mean of its evaluations instead";
+        return Err(Problem::new(Code::NoEvaluation, detail));
+    }
     if plan.eval.is_none() {
         let detail = "the job has no evaluation, so there are no rows to compare on: submit it with eval {fraction} or eval {dataset}";
         return Err(Problem::new(Code::NoEvaluation, detail));

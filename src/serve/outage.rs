@@ -2,7 +2,7 @@
 //! until it answers. A job needs all of its reward services, but only one of its rollout servers.
 //!
 //! A service (the same address, contacted in the same way with the same credentials) is pinged once for all jobs that wait for it.
-//! Only the reasons `reward_outage` and `rollout_outage` end automatically. The waiting jobs are in the database, so they survive a restart.
+//! Only the reasons `reward_outage`, `rollout_outage` and `environment_outage` end automatically. The waiting jobs are in the database, so they survive a restart.
 
 use std::collections::{HashMap, HashSet};
 use std::mem::Discriminant;
@@ -13,8 +13,11 @@ use futures::StreamExt;
 use crate::error_text::with_causes;
 use crate::id::JobId;
 use crate::reward::client::{Pace, RewardClient};
-use crate::reward::webhook::Webhook;
-use crate::spec::{Plan, RewardKind, RewardPlan, RewardSecrets, RolloutServerPlan, rollout_secret_name};
+use crate::reward::webhook::{EnvironmentClient, Webhook};
+use crate::spec::{
+    ENVIRONMENT_SECRET, EnvironmentPlan, Plan, RewardKind, RewardPlan, RewardSecrets, RolloutServerPlan,
+    rollout_secret_name,
+};
 use crate::store::{Store, StoreError, clock_ms};
 
 /// Interval between two checks for waiting jobs.
@@ -41,6 +44,8 @@ enum Contact {
     Reward(Box<RewardPlan>),
     /// The address of a rollout server's health check.
     Rollout(String),
+    /// The environment of this job.
+    Environment(Box<EnvironmentPlan>, JobId),
 }
 
 /// A service that at least one paused job waits for.
@@ -180,6 +185,11 @@ impl Service {
         self.at = now + self.then;
         self.is_back = match &self.contact {
             Contact::Reward(reward) => is_back(reward, &self.secrets, client).await,
+            Contact::Environment(plan, job) => match EnvironmentClient::new(plan, &self.secrets, client, *job) {
+                Ok(environment) => environment.is_reachable().await.is_ok(),
+                // The worker reports the error, and the job fails.
+                Err(_) => true,
+            },
             Contact::Rollout(url) => {
                 let timeout = Duration::from_millis(PING_TIMEOUT_MS);
                 client.check_answer(url, &self.secrets.headers, timeout).await.is_ok()
@@ -192,7 +202,7 @@ fn unasked(job: JobId, error: &StoreError) {
     tracing::warn!(%job, error = with_causes(error), "could not ping the services of a job");
 }
 
-/// Returns the services because of which the job is paused: its required rewards, or its rollout servers.
+/// Returns the services because of which the job is paused: its required rewards, its rollout servers, or its environment.
 async fn services(store: &Store, job: JobId) -> Result<Needed, StoreError> {
     let row = store.job_get(job).await?;
     let plan = row.plan()?;
@@ -206,6 +216,13 @@ async fn services(store: &Store, job: JobId) -> Result<Needed, StoreError> {
             };
             servers.map(server).collect()
         }
+        _ if row.status_reason.as_deref() == Some("environment_outage") => {
+            let of = |plan: &EnvironmentPlan| {
+                let contact = Contact::Environment(Box::new(plan.clone()), job);
+                (contact, plan.service.url.clone(), ENVIRONMENT_SECRET.to_owned())
+            };
+            plan.environment.iter().map(of).collect()
+        }
         Some(_) | None => required(&plan)
             .map(|(reward, url, name)| (Contact::Reward(Box::new(reward.clone())), url.to_owned(), name))
             .collect(),
@@ -216,7 +233,7 @@ async fn services(store: &Store, job: JobId) -> Result<Needed, StoreError> {
         let headers = secrets.headers.iter().flat_map(|(name, value)| [name.clone(), value.clone()]);
         let kind = match &contact {
             Contact::Reward(reward) => Some(std::mem::discriminant(&reward.kind)),
-            Contact::Rollout(_) => None,
+            Contact::Rollout(_) | Contact::Environment(..) => None,
         };
         let address = Address { kind, url, secrets: keys.into_iter().chain(headers).collect() };
         (address, contact, secrets)

@@ -9,6 +9,7 @@ const WORDS: &[&str] = &["config"];
 /// Top-level names that are modules of other crates: plain types, which every module may import.
 const OF_OTHER_CRATES: &[&str] = &[
     "callback",
+    "chat",
     "data",
     "dataset",
     "digest",

@@ -25,6 +25,7 @@ mod docs;
 mod driver;
 mod edge;
 mod elsewhere;
+mod environments;
 mod eval_secrets;
 mod exact;
 mod exports;

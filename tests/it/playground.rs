@@ -50,7 +50,7 @@ fn engine_says_until(
 ) -> Vec<(String, usize)> {
     let ids = text.encode(PROMPT, true).unwrap();
     let request = GenerateRequest {
-        prompts: &[GeneratePrompt { row: 0, ids: &ids }],
+        prompts: &[GeneratePrompt { row: 0, ids: &ids, given: &[] }],
         num_generations: NonZeroUsize::new(2).unwrap(),
         sampler,
         max_completion_length: length,

@@ -37,11 +37,14 @@ fn failed(class: FailureClass) -> Outcome {
 }
 
 fn completions(step: u64) -> JournalEntry {
-    let completions =
-        vec![Generated { segments: Segments::of_completion(vec![5, 6, 7], None), finish_reason: FinishReason::Stop }];
+    let completions = vec![Generated {
+        segments: Segments::of_completion(vec![5, 6, 7], None),
+        finish_reason: FinishReason::Stop,
+        episode: None,
+    }];
     JournalEntry::Rollout {
         rollout: RolloutId::train(step),
-        groups: vec![SampledGroup { row: 2, completions }],
+        groups: vec![SampledGroup { row: 2, completions, prompt_ids: None }],
         samplers: Vec::new(),
     }
 }

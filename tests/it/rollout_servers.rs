@@ -154,7 +154,7 @@ fn choice(server: &Inner, policy: &Policy, which: Adapter, body: &Value, prompt:
     let text = Text::load(&server.model).unwrap();
     let stop: Vec<u32> = serde_json::from_value(body["stop_token_ids"].clone()).unwrap();
     let request = GenerateRequest {
-        prompts: &[GeneratePrompt { row: 0, ids: prompt }],
+        prompts: &[GeneratePrompt { row: 0, ids: prompt, given: &[] }],
         num_generations: NonZeroUsize::MIN,
         sampler: Sampler { temperature: body["temperature"].as_f64().unwrap(), ..Sampler::PLAIN },
         max_completion_length: body["max_tokens"].as_u64().unwrap() as usize,

@@ -230,7 +230,15 @@ async fn what_is_not_supported_or_out_of_range_is_refused_by_name() {
         (json!({"logit_bias": {"nine": 1}}), "logit_bias.nine", "invalid_token"),
         (json!({"logit_bias": {"5": 101}}), "logit_bias.5", "out_of_range"),
         (json!({"stop": [""]}), "stop", "invalid"),
-        (json!({"tools": [{"type": "function"}]}), "tools", "unsupported_value"),
+        (json!({"tools": [{"type": "function"}]}), "tools.0.function", "invalid"),
+        (json!({"tools": [{"type": "function", "function": {"name": "f"}}]}), "tools", "unsupported_value"),
+        (json!({"tools": [{}], "tool_choice": "required"}), "tool_choice", "unsupported_value"),
+        (json!({"chat_template_kwargs": {"tools": []}}), "chat_template_kwargs.tools", "invalid"),
+        (
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}),
+            "messages.0.tool_calls.0.function.arguments",
+            "invalid",
+        ),
         (json!({"functions": [{}]}), "functions", "unsupported_value"),
         (json!({"response_format": {"type": "json_object"}}), "response_format", "unsupported_value"),
         (json!({"guided_json": {"type": "object"}}), "guided_json", "unsupported_value"),
@@ -280,6 +288,86 @@ async fn what_is_not_supported_or_out_of_range_is_refused_by_name() {
         (broken.status().as_u16(), broken.json::<Value>().await.unwrap()["error"]["type"].clone()),
         (400, json!("invalid_request_error"))
     );
+}
+
+/// A model whose token 0 is a whole call of a tool, and whose template shows tools, calls and results.
+fn model_that_can_call(dir: &Path) -> std::path::PathBuf {
+    let model = model_copy(dir);
+    let edit = |file: &str, change: &dyn Fn(&mut Value)| {
+        let path = model.join(file);
+        let mut value: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        change(&mut value);
+        std::fs::write(path, value.to_string()).unwrap();
+    };
+    edit("tokenizer.json", &|tokenizer| {
+        let old = tokenizer["added_tokens"][0]["content"].as_str().unwrap().to_owned();
+        tokenizer["added_tokens"][0]["content"] = json!(CALL);
+        tokenizer["added_tokens"][0]["special"] = json!(false);
+        let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+        let id = vocabulary.remove(&old).unwrap();
+        vocabulary.insert(CALL.to_owned(), id);
+    });
+    let template = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.a }}{% endfor %}{{ m.name or '' }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    edit("tokenizer_config.json", &|config| config["chat_template"] = json!(template));
+    model
+}
+
+const CALL: &str = r#"<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>"#;
+
+#[tokio::test]
+async fn a_chat_with_tools_is_answered_with_calls() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::start(&dir.path().join("data"), "cpu");
+    let model = model_that_can_call(&dir.path().join("caller"));
+    register(&server, "caller", &model).await;
+    let whole = json!({"type": "integer"});
+    let add = json!({"name": "add", "parameters": {"type": "object", "properties": {"a": whole, "b": whole}, "required": ["a", "b"]}});
+    let call = json!({"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{\"a\": 7}"}});
+    let messages = json!([
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": null, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "9"},
+    ]);
+    // The bias leaves only the token that is a call. The stop string ends it within its mark, which Hermes allows.
+    let body = |more: Value| {
+        let mut body = json!({"model": "caller", "messages": messages, "tools": [{"type": "function", "function": add}],
+            "logit_bias": {"0": 100}, "stop": ["</tool_call>"], "max_tokens": 4, "temperature": 0, "return_token_ids": true});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    let answer = asked(&server, "/v1/chat/completions", body(json!({}))).await;
+    let text = Text::load(&model).unwrap();
+    let ids: Vec<u32> = serde_json::from_value(answer["prompt_token_ids"].clone()).unwrap();
+    let expected = "add;<|im_start|>user\nAdd.<|im_end|><|im_start|>assistant\n<tool_call>7<|im_end|><|im_start|>tool\n9add<|im_end|><|im_start|>assistant\n";
+    assert_eq!(text.decode(&ids, false).unwrap(), expected);
+    let choice = &answer["choices"][0];
+    assert_eq!((&choice["finish_reason"], &choice["message"]["content"]), (&json!("tool_calls"), &Value::Null));
+    let calls = choice["message"]["tool_calls"].as_array().unwrap();
+    assert_eq!(calls.len(), 1);
+    assert_eq!(calls[0]["function"], json!({"name": "add", "arguments": "{\"a\":1,\"b\":2}"}));
+    assert!(calls[0]["id"].as_str().unwrap().starts_with("call_") && calls[0]["type"] == "function");
+
+    let lines = streamed(&server, "/v1/chat/completions", body(json!({"stream": true}))).await;
+    let chunks: Vec<Value> = lines[..lines.len() - 1].iter().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let deltas: Vec<&Value> = chunks.iter().map(|chunk| &chunk["choices"][0]["delta"]).collect();
+    let sent: Vec<&Value> = deltas.iter().filter_map(|delta| delta["tool_calls"].as_array()).flatten().collect();
+    assert_eq!((sent.len(), &sent[0]["index"], &sent[0]["function"]), (1, &json!(0), &calls[0]["function"]));
+    assert!(deltas.iter().all(|delta| delta["content"].as_str().unwrap_or_default().is_empty()), "{chunks:?}");
+    assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "tool_calls");
+
+    // A call that does not fit its schema, and a request without tools, are answered with the text.
+    let mut other = add.clone();
+    other["parameters"]["properties"]["b"] = json!({"type": "string"});
+    for more in [
+        json!({"tools": [{"type": "function", "function": other}]}),
+        json!({"tool_choice": "none"}),
+        json!({"tools": null}),
+    ] {
+        let answer = asked(&server, "/v1/chat/completions", body(more)).await;
+        let choice = &answer["choices"][0];
+        assert_eq!(choice["message"]["content"], CALL.trim_end_matches("</tool_call>"));
+        assert_eq!((&choice["finish_reason"], choice["message"].get("tool_calls")), (&json!("stop"), None));
+    }
 }
 
 #[tokio::test]

@@ -1,5 +1,5 @@
 // The top of every page of a job: its name, its state, its actions, the tabs.
-import { duration } from "../core/format.js";
+import { duration, plural } from "../core/format.js";
 import { hrefOf } from "../core/router.js";
 import { useJob, useRun } from "../core/run.js";
 import { useSignal } from "../core/signal.js";
@@ -44,7 +44,7 @@ function JobPage({ id, tab, Content }) {
       <p class="facts">
         <${State} job=${job} /> <span>${describeActivity(job)}</span>
         <${Progress} job=${job} />
-        ${job.runtime?.name === "trl" && html`<span class="dim">trl ${job.runtime.versions.trl}, resumes ${job.runtime.guarantees.resume}</span>`}
+        ${job.runtime?.name === "trl" && html`<span class="dim">trl ${job.runtime.versions.trl} on ${plural(job.plan.resources?.devices ?? 1, "device")}, resumes ${job.runtime.guarantees.resume}</span>`}
         ${job.plan.rollout && html`<span class="dim">${job.plan.rollout.servers.length || ""} vLLM</span>`}
         ${job.state === "running" && job.eta_s !== null && html`<span>about ${duration(job.eta_s)} left</span>`}
         ${CONNECTION_TEXTS[connection] && html`<span class="warn" data-connection=${connection}>${CONNECTION_TEXTS[connection]}</span>`}

@@ -73,8 +73,10 @@ impl Block {
         let completions = || rollout.groups.iter().flat_map(|group| &group.completions);
         for completion in completions() {
             // Fails here, not when samples are reported, for a completion that has other segments than
-            // one of the model.
-            completion.segments.completion()?;
+            // one of the model. Only episodes have others.
+            if completion.episode.is_none() {
+                completion.segments.completion()?;
+            }
         }
         if completions().any(|completion| completion.score.values.len() != plan.rewards.len()) {
             return Err(EngineError::Input(format!(
@@ -206,7 +208,7 @@ impl BlockValues {
         Denominators {
             completions: kept().count(),
             tokens: kept().filter(|&row| self.included[row]).map(|row| self.lengths[row]).sum(),
-            max_completion_length: plan.sampling.max_completion_length as usize,
+            max_completion_length: plan.max_tokens_after_prompt() as usize,
         }
     }
 

@@ -208,7 +208,7 @@ fn continuations(
     stop: &dyn Fn() -> bool,
 ) -> Result<Vec<Vec<u32>>> {
     let asked: Vec<GeneratePrompt<'_>> =
-        (0..).zip(prompts).map(|(row, prompt)| GeneratePrompt { row, ids: &prompt.ids }).collect();
+        (0..).zip(prompts).map(|(row, prompt)| GeneratePrompt { row, ids: &prompt.ids, given: &[] }).collect();
     let request = GenerateRequest {
         prompts: &asked,
         num_generations: std::num::NonZeroUsize::MIN,

@@ -43,6 +43,9 @@ pub struct GeneratePrompt<'a> {
     pub row: u64,
     /// Token ids of the prompt; at least one.
     pub ids: &'a [u32],
+    /// Tokens that follow the prompt in all its completions, before the sampled ones. They are decoded one after another, as
+    /// sampled tokens are, so that the tokens after them get the log-probs that training gives them.
+    pub given: &'a [u32],
 }
 
 /// Generates G completions for each prompt, `[P][G]`, each one model segment; `None` if `stop` requested the
@@ -81,12 +84,17 @@ pub fn generate(
         tokens.clear();
         keep.clear();
         for row in &mut batch.live {
+            if let Some(token) = row.given_token() {
+                keep.push(true);
+                tokens.push(token);
+                continue;
+            }
             let finish_reason = finish_reason(text, request, &row.ids)?;
             keep.push(finish_reason.is_none());
             match finish_reason {
                 Some(finish_reason) => {
                     let segments = Segments::of_completion(std::mem::take(&mut row.ids), row.logps.take());
-                    done[row.index] = Some(Generated { segments, finish_reason });
+                    done[row.index] = Some(Generated { segments, finish_reason, episode: None });
                 }
                 None => tokens.extend(row.ids.last()),
             }
@@ -107,10 +115,14 @@ pub fn generate(
 }
 
 /// A completion that is still being generated.
-struct LiveRow {
+struct LiveRow<'a> {
     /// Index of the completion in the output, prompt by prompt.
     index: usize,
     key: Key,
+    /// Tokens that come first, and how many of them have been decoded.
+    given: &'a [u32],
+    num_given: usize,
+    /// The sampled tokens.
     ids: Vec<u32>,
     /// Log-probs of the sampled `ids`; `None` if the sampler filters tokens.
     logps: Option<Vec<f32>>,
@@ -118,12 +130,31 @@ struct LiveRow {
     seen: HashSet<u32>,
 }
 
+impl LiveRow<'_> {
+    /// Number of tokens after the prompt so far.
+    fn len(&self) -> usize {
+        self.num_given + self.ids.len()
+    }
+
+    /// Whether the next token is sampled.
+    fn is_sampled(&self) -> bool {
+        self.num_given == self.given.len()
+    }
+
+    /// Returns the next token that was given, and counts it.
+    fn given_token(&mut self) -> Option<u32> {
+        let token = self.given.get(self.num_given).copied()?;
+        self.num_given += 1;
+        Some(token)
+    }
+}
+
 /// The sequences being decoded, and the prompts that wait for room, with their indices.
 struct Batch<'a> {
     request: &'a GenerateRequest<'a>,
     state: DecodeState,
     /// The sequences being decoded, one per row of the key-value cache.
-    live: Vec<LiveRow>,
+    live: Vec<LiveRow<'a>>,
     waiting: VecDeque<(usize, &'a GeneratePrompt<'a>)>,
     /// Random picks for the next tokens of the sequences, or for the tokens after those; reused.
     picks: Vec<Pick>,
@@ -149,22 +180,28 @@ impl Batch<'_> {
             self.live.extend((0..num_generations).map(|generation| LiveRow {
                 index: index * num_generations + generation,
                 key: key.with(prompt.row).with(generation as u64),
+                given: prompt.given,
+                num_given: 0,
                 ids: Vec::new(),
                 logps: unfiltered.then(Vec::new),
-                seen: if penalized { prompt.ids.iter().copied().collect() } else { HashSet::new() },
+                seen: match penalized {
+                    true => prompt.ids.iter().chain(prompt.given).copied().collect(),
+                    false => HashSet::new(),
+                },
             }));
         }
         if prompts.is_empty() {
             return Ok(());
         }
-        policy.join(&mut self.state, &prompts, num_generations, max_completion_length)
+        let most = self.request.prompts.iter().map(|prompt| prompt.given.len()).max().unwrap_or(0);
+        policy.join(&mut self.state, &prompts, num_generations, most + max_completion_length)
     }
 
     /// Computes the random picks of the sequences' next tokens, or of the tokens `later` steps after them.
     fn find_picks(&mut self, later: usize) {
         let temperature = self.request.sampler.temperature;
         let pick = |row: &LiveRow| {
-            let uniform = row.key.with((row.ids.len() + later) as u64).uniform();
+            let uniform = row.key.with((row.len() + later) as u64).uniform();
             Pick { temperature, uniform }
         };
         self.picks.clear();
@@ -188,7 +225,8 @@ impl Batch<'_> {
     /// a sequence certainly ends or if others join first.
     fn append_ahead(&mut self, policy: &Policy) -> Result<()> {
         let ends = |row: &LiveRow| row.ids.len() + 1 >= self.request.max_completion_length;
-        let is_plain = policy.decodes_ahead() && self.request.sampler.is_memoryless();
+        let is_plain =
+            policy.decodes_ahead() && self.request.sampler.is_memoryless() && self.live.iter().all(LiveRow::is_sampled);
         if !is_plain || self.joining() > 0 || self.live.iter().any(ends) {
             return Ok(());
         }
@@ -204,7 +242,7 @@ impl Batch<'_> {
             self.find_picks(0);
             let choice = Choice { picks: &self.picks, filters: sampler.filters() };
             policy.choose_into(&self.state, choice, &mut self.chosen)?;
-            for (row, chosen) in self.live.iter_mut().zip(&self.chosen) {
+            for (row, chosen) in self.live.iter_mut().zip(&self.chosen).filter(|(row, _)| row.is_sampled()) {
                 row.ids.push(chosen.token);
                 if let Some(logps) = &mut row.logps {
                     logps.push(chosen.logp);
@@ -213,8 +251,8 @@ impl Batch<'_> {
             return Ok(());
         }
         let mut logits = policy.next_logits(&self.state)?;
-        for (position, row) in self.live.iter_mut().enumerate() {
-            let uniform = row.key.with(row.ids.len() as u64).uniform();
+        for (position, row) in self.live.iter_mut().enumerate().filter(|(_, row)| row.is_sampled()) {
+            let uniform = row.key.with(row.len() as u64).uniform();
             let token = sampler.choose(logits.row_mut(position), &row.seen, uniform);
             row.ids.push(token);
             row.seen.insert(token);

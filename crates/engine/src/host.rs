@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use tempfile::TempDir;
 
 use super::error::EngineError;
+use crate::environment::{EpisodeCall, Reply};
 use crate::event::{Event, Metrics};
 use crate::job::Failure;
 use crate::protocol::FileEntry;
@@ -53,6 +54,13 @@ pub trait Host {
     /// [`RunEnd::Stopped`] if a stop arrived meanwhile.
     fn sample(&mut self, _request: &SampleRequest<'_>) -> Result<Vec<Vec<Generated>>, RunEnd> {
         Err(RunEnd::Failed(EngineError::Input("this host has no rollout servers".to_owned())))
+    }
+
+    /// Asks the job's environment about episodes of a rollout; returns one reply for each call, in order. Answers that an earlier
+    /// attempt received are given again, without asking. Blocks until all are there, or returns [`RunEnd::Stopped`] if a stop arrived
+    /// meanwhile. [`Ask::Close`](crate::environment::Ask::Close) is not waited for.
+    fn environment(&mut self, _id: RolloutId, _calls: &[EpisodeCall]) -> Result<Vec<Reply>, RunEnd> {
+        Err(RunEnd::Failed(EngineError::Input("this host has no environment".to_owned())))
     }
 
     /// Whether to write a checkpoint after this step although the plan does not ask for one (because the

@@ -63,6 +63,7 @@ pub mod block;
 pub mod certificate;
 pub mod checkpoint;
 pub mod delta;
+mod episodes;
 pub mod error;
 mod evaluate;
 pub mod generate;
@@ -104,7 +105,7 @@ pub mod watch;
 pub use rlood_kernels as kernels;
 
 use rlood_model_files as modelcard;
-use rlood_types::{dataset, digest, doctor, event, failpoint, job, protocol, spec, trajectory};
+use rlood_types::{dataset, digest, doctor, environment, event, failpoint, job, protocol, spec, trajectory};
 
 use self::host::{Host, RunEnd, TrainInput};
 use self::run::Run;

@@ -3,7 +3,9 @@
 use rlood_types::rollout::{RewardValue, Score};
 
 use super::advantage::{Advantages, mean, sample_std};
+use super::host::Rollout;
 use super::loss::{RowLoss, total_loss};
+use crate::environment::{Episode, EpisodeStop, EpisodeTurn};
 use crate::event::{FinishReason, Metrics};
 
 /// A scored rollout, with one entry per completion.
@@ -45,6 +47,51 @@ pub fn rollout_metrics(rows: &RolloutRows<'_>) -> Metrics {
     let truncated: Vec<f64> =
         finish_reasons.iter().map(|reason| f64::from(u8::from(*reason == FinishReason::Length))).collect();
     metrics.insert("completions/clipped_ratio".into(), mean(&truncated));
+    metrics
+}
+
+/// Computes environment/… of a rollout's episodes; empty without an environment. Lengths are in tokens.
+pub fn episode_metrics(rollout: &Rollout) -> Metrics {
+    let completions: Vec<_> = rollout.completions().map(|(_, completion)| completion).collect();
+    let episodes: Vec<&Episode> = completions.iter().filter_map(|completion| completion.episode.as_deref()).collect();
+    if episodes.is_empty() {
+        return Metrics::new();
+    }
+    let mut metrics = Metrics::new();
+    let mut insert = |name: &str, value: Option<f64>| metrics.insert(format!("environment/{name}"), value);
+    let of = |value: &dyn Fn(&Episode) -> f64| episodes.iter().map(|episode| value(episode)).collect::<Vec<_>>();
+    let turns = of(&|episode| episode.turns.len() as f64);
+    insert("turns/mean", mean(&turns));
+    insert("turns/min", turns.iter().copied().reduce(f64::min));
+    insert("turns/max", turns.iter().copied().reduce(f64::max));
+    let returns: Vec<f64> = episodes.iter().filter_map(|episode| episode.total).collect();
+    insert("return_mean", mean(&returns));
+    insert("return_std", sample_std(&returns));
+    insert("missing_fraction", mean(&of(&|episode| f64::from(u8::from(episode.total.is_none())))));
+    insert("restarts", Some(of(&|episode| f64::from(episode.restarts)).iter().sum()));
+    let escaped = of(&|episode| f64::from(episode.special_tokens_escaped));
+    insert("special_tokens_escaped", Some(escaped.iter().sum()));
+    let of_turns = |value: &dyn Fn(&EpisodeTurn) -> f64| -> f64 {
+        episodes.iter().flat_map(|episode| &episode.turns).map(value).sum()
+    };
+    let all_turns: f64 = turns.iter().sum();
+    let share = |part: f64, whole: f64| (whole > 0.0).then(|| part / whole);
+    insert("observation_cut", Some(of_turns(&|turn| f64::from(turn.observations_cut))));
+    let errors = of_turns(&|turn| f64::from(u8::from(turn.parse_error.is_some())));
+    insert("parse_error_fraction", share(errors, all_turns));
+    let model: usize = completions.iter().map(|completion| completion.segments.num_model_tokens()).sum();
+    let all: usize = completions.iter().map(|completion| completion.segments.num_tokens()).sum();
+    let number = episodes.len() as f64;
+    insert("model_tokens", Some(model as f64 / number));
+    insert("masked_tokens", Some((all - model) as f64 / number));
+    insert("masked_fraction", share((all - model) as f64, all as f64));
+    for stop in EpisodeStop::ALL {
+        let ended = of(&|episode| f64::from(u8::from(episode.stop == stop)));
+        insert(&format!("stop/{}", stop.name()), mean(&ended));
+    }
+    let calls = of_turns(&|turn| turn.tool_calls.len() as f64);
+    metrics.insert("tools/call_frequency".to_owned(), Some(calls / number));
+    metrics.insert("tools/failure_frequency".to_owned(), share(errors, errors + calls).or(Some(0.0)));
     metrics
 }
 

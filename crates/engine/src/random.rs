@@ -30,6 +30,8 @@ pub enum Stream {
     Verdict,
     /// Order of the rows of a warm-up, and its dropout.
     WarmUp,
+    /// Seeds of environments.
+    Environment,
 }
 
 /// A key for random numbers; extend it with [`Key::with`], then read numbers.
@@ -59,6 +61,7 @@ impl Key {
             Stream::Mixture => 9,
             Stream::Verdict => 11,
             Stream::WarmUp => 10,
+            Stream::Environment => 12,
         };
         Self(mix(seed.wrapping_add(GOLDEN_GAMMA))).with(stream)
     }

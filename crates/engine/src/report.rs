@@ -10,7 +10,8 @@ use super::error::{EngineError, Result};
 use super::host::{Rollout, RolloutCompletion, RolloutGroup};
 use super::memory::peak_resident_bytes;
 use super::metrics::{
-    KlRow, RolloutRows, advantage_metrics, entropy, kl_metrics, loss_metrics, rollout_metrics, sampling_metrics,
+    KlRow, RolloutRows, advantage_metrics, entropy, episode_metrics, kl_metrics, loss_metrics, rollout_metrics,
+    sampling_metrics,
 };
 use super::model::{Policy, RowScore};
 use super::rollout::{Batching, num_generations};
@@ -89,6 +90,7 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
             lengths: &block.rollout.lengths(),
             finish_reasons: &block.rollout.finish_reasons(),
         }));
+        metrics.extend(episode_metrics(&block.rollout));
         if values.results.advantages.len() == block.len() {
             metrics.extend(advantage_metrics(&values.results));
         }
@@ -352,6 +354,7 @@ pub(super) fn evaluation(
         lengths: &rollout.lengths(),
         finish_reasons: &rollout.finish_reasons(),
     });
+    metrics.extend(episode_metrics(rollout));
     metrics.insert("entropy".into(), Some(entropy(likely.iter().map(|score| (score.entropies.as_slice(), true)))));
     if !reference.is_empty() {
         let rows = likely.iter().zip(reference);
@@ -397,7 +400,11 @@ fn sample(
             // A recorded rollout may hold another prompt than the dataset has now: decode its tokens.
             Some(_) | None => text.decode(&group.prompt_ids, false).map_err(EngineError::from)?,
         },
-        completion: text.decode(completion.segments.completion()?, true).map_err(EngineError::from)?,
+        completion: match &completion.episode {
+            // With special tokens, which separate the turns.
+            Some(_) => text.decode(&completion.segments.ids(), false).map_err(EngineError::from)?,
+            None => text.decode(completion.segments.completion()?, true).map_err(EngineError::from)?,
+        },
         rewards: reward_names.iter().cloned().zip(values).collect(),
         reward: None,
         kl: None,

@@ -4,7 +4,8 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::time::Instant;
 
-use rlood_types::rollout::RewardSample;
+use rlood_types::rollout::{RewardSample, Segment};
+use serde_json::{Value, json};
 
 use super::certificate;
 use super::error::EngineError;
@@ -14,6 +15,7 @@ use super::host::{
     SamplePrompt, SampleRequest, SampledGroup, ScoreRequest,
 };
 use super::model::{Adapter, Policy};
+use super::prompts::TokenizedPrompt;
 use super::random::{Key, Stream};
 use super::refill;
 use super::relief;
@@ -21,6 +23,7 @@ use super::report::StepSeconds;
 use super::rollout::{Batching, num_generations};
 use super::run::{Data, Model};
 use super::sampling::Sampler;
+use crate::environment::Episode;
 use crate::event::{Event, Phase, SamplePhase};
 use crate::spec::{Estimator, Plan};
 
@@ -190,6 +193,16 @@ impl Rollouts<'_> {
         if let Some(groups) = recorded.filter(|groups| self.matches_rows(id, groups, rows)) {
             return Ok(groups);
         }
+        let plan = self.plan;
+        if let Some(environment) = &plan.environment {
+            let mut groups = super::episodes::play(self, environment, id, rows, (key, sampler))?;
+            if !id.is_trained() {
+                let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
+                completions.for_each(|completion| completion.segments.forget_logps());
+            }
+            self.host.sampled(id, &groups)?;
+            return Ok(groups);
+        }
         let mut completions = match self.plan.samples_elsewhere() {
             true => self.sample_on_servers(id, rows, key, sampler.temperature)?,
             false => loop {
@@ -205,7 +218,8 @@ impl Rollouts<'_> {
             // Only completions that are trained need their log-probs.
             completions.iter_mut().flatten().for_each(|completion| completion.segments.forget_logps());
         }
-        let groups = rows.iter().zip(completions).map(|(&row, completions)| SampledGroup { row, completions });
+        let groups =
+            rows.iter().zip(completions).map(|(&row, completions)| SampledGroup { row, completions, prompt_ids: None });
         let groups: Vec<SampledGroup> = groups.collect();
         self.host.sampled(id, &groups)?;
         Ok(groups)
@@ -222,7 +236,7 @@ impl Rollouts<'_> {
     fn generate(&self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Vec<Vec<Generated>>, RunEnd> {
         let prompts = self.data.prompts_of(id.phase);
         let prompts: Vec<GeneratePrompt<'_>> =
-            rows.iter().map(|&row| GeneratePrompt { row, ids: &prompts[row as usize].ids }).collect();
+            rows.iter().map(|&row| GeneratePrompt { row, ids: &prompts[row as usize].ids, given: &[] }).collect();
         let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
         let max_completion_length = self.plan.sampling.max_completion_length as usize;
         let request = GenerateRequest {
@@ -293,10 +307,14 @@ impl Rollouts<'_> {
             (SamplePhase::Eval, Some(eval)) => &eval.dataset,
             (SamplePhase::Eval | SamplePhase::Train, _) => &self.plan.dataset,
         };
-        for (index, SampledGroup { row, completions }) in groups.iter().enumerate() {
+        for (index, SampledGroup { row, completions, .. }) in groups.iter().enumerate() {
             let prompt = &self.data.prompts_of(id.phase)[*row as usize];
             let source = dataset.source_of(*row);
             for completion in completions {
+                if let Some(episode) = &completion.episode {
+                    samples.push(self.episode_sample((samples.len(), index), (*row, prompt), completion, episode)?);
+                    continue;
+                }
                 samples.push(RewardSample {
                     source: source.map(str::to_owned),
                     sample_id: format!("s_{}", samples.len()),
@@ -309,10 +327,46 @@ impl Rollouts<'_> {
                     num_tokens: completion.segments.num_model_tokens() as u32,
                     completion_ids: Some(completion.segments.completion()?.to_vec()),
                     columns: prompt.columns.clone(),
+                    episode: None,
                 });
             }
         }
         Ok(samples)
+    }
+
+    /// An episode as rewards receive it: the whole chat as messages, and the last answer as the completion.
+    fn episode_sample(
+        &self,
+        (sample, group): (usize, usize),
+        (row, prompt): (u64, &TokenizedPrompt),
+        completion: &Generated,
+        episode: &Episode,
+    ) -> Result<RewardSample, EngineError> {
+        let last = completion.segments.0.iter().rev().find(|segment| segment.is_model());
+        let last = last.map_or(&[][..], Segment::ids);
+        Ok(RewardSample {
+            source: self.plan.dataset.source_of(row).map(str::to_owned),
+            sample_id: format!("s_{sample}"),
+            group_id: format!("g_{group}"),
+            prompt_id: format!("row_{row}"),
+            prompt: prompt.text.clone(),
+            messages: Some(Value::Array(conversation(prompt, episode))),
+            completion: self.data.text.decode(last, true)?,
+            finish_reason: completion.finish_reason,
+            num_tokens: completion.segments.num_model_tokens() as u32,
+            completion_ids: Some(last.to_vec()),
+            columns: prompt.columns.clone(),
+            episode: Some(Box::new(episode.clone())),
+        })
+    }
+
+    /// The root key of the environment's seeds in this rollout. All evaluations have the same.
+    pub fn environment_key(&self, id: RolloutId) -> Key {
+        let key = Key::new(self.plan.training.seed, Stream::Environment);
+        match id.phase {
+            SamplePhase::Eval => key.with(0),
+            SamplePhase::Train => key.with(id.step).with(id.round.into()),
+        }
     }
 
     fn with_scores(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<Vec<RolloutGroup>, RunEnd> {
@@ -323,17 +377,21 @@ impl Rollouts<'_> {
             return Err(RunEnd::Failed(EngineError::Input(message)));
         }
         let mut scores = scores.into_iter();
-        let groups = groups.iter().map(|SampledGroup { row, completions }| RolloutGroup {
+        let groups = groups.iter().map(|SampledGroup { row, completions, prompt_ids }| RolloutGroup {
             row: *row,
-            prompt_ids: self.data.prompts_of(id.phase)[*row as usize].ids.clone(),
+            prompt_ids: match prompt_ids {
+                Some(ids) => ids.clone(),
+                None => self.data.prompts_of(id.phase)[*row as usize].ids.clone(),
+            },
             completions: completions
                 .iter()
                 .cloned()
                 .zip(scores.by_ref())
-                .map(|(Generated { segments, finish_reason }, score)| RolloutCompletion {
+                .map(|(Generated { segments, finish_reason, episode }, score)| RolloutCompletion {
                     segments,
                     finish_reason,
                     score,
+                    episode,
                 })
                 .collect(),
             greedy: None,
@@ -345,7 +403,8 @@ impl Rollouts<'_> {
         self.host.event(Event::Phase { phase, step: self.steps_done })
     }
 
-    fn num_generations(&self, id: RolloutId) -> NonZeroUsize {
+    /// Number of completions of each prompt in a rollout.
+    pub fn num_generations(&self, id: RolloutId) -> NonZeroUsize {
         let eval = || NonZeroUsize::new(self.plan.eval.as_ref()?.num_generations as usize);
         match id.phase {
             _ if id.part == RolloutPart::Greedy => NonZeroUsize::MIN,
@@ -353,6 +412,24 @@ impl Rollouts<'_> {
             SamplePhase::Train => num_generations(self.plan),
         }
     }
+}
+
+/// Returns the messages of an episode: the row's, the environment's, and the turns with what followed them.
+fn conversation(prompt: &TokenizedPrompt, episode: &Episode) -> Vec<Value> {
+    let mut messages = match &prompt.messages {
+        Some(Value::Array(messages)) => messages.clone(),
+        Some(_) | None => vec![json!({"role": "user", "content": prompt.text})],
+    };
+    messages.extend(episode.opening.iter().cloned());
+    for turn in &episode.turns {
+        let mut message = json!({"role": "assistant", "content": turn.text});
+        if !turn.tool_calls.is_empty() {
+            message["tool_calls"] = json!(turn.tool_calls);
+        }
+        messages.push(message);
+        messages.extend(turn.observations.iter().cloned());
+    }
+    messages
 }
 
 /// Writes the current adapter, and computes the log-probs of the probes.

@@ -15,6 +15,8 @@ const BUDGET: u64 = 128 << 20;
 /// Maximum length in bytes of the format that a template passes to `strftime_now`, since a field may ask for a large width.
 const MAX_TIME_FORMAT_BYTES: usize = 1000;
 const NAME: &str = "chat_template";
+/// The error for tools among the template's further variables, where nothing would check them.
+const TOOLS_AS_KWARG: &str = "chat_template_kwargs must not contain 'tools': give the tools in their own field";
 
 /// The reason why a chat template failed.
 #[derive(Debug, thiserror::Error)]
@@ -26,6 +28,7 @@ pub struct TemplateError(String);
 pub struct ChatTemplate {
     environment: Environment<'static>,
     template: Template,
+    source: String,
     special_tokens: Vec<(String, String)>,
 }
 
@@ -37,6 +40,7 @@ impl ChatTemplate {
         environment.set_syntax(syntax);
         environment.set_formatter(write_python);
         environment.add_filter("tojson", tojson);
+        environment.add_test("iterable", is_iterable);
         environment.add_function("raise_exception", |message: Value| raise(&message));
         environment.add_function("strftime_now", |format: &str| -> Result<String, Error> {
             if format.len() > MAX_TIME_FORMAT_BYTES {
@@ -46,19 +50,46 @@ impl ChatTemplate {
                 .map_err(|e| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}")))
         });
         let template = Template::new(&environment, NAME, without_generation(&source)).map_err(failed)?;
-        Ok(ChatTemplate { environment, template, special_tokens })
+        Ok(ChatTemplate { environment, template, source, special_tokens })
     }
 
-    /// Renders chat messages to text; `kwargs` are further variables of the template.
+    /// The Jinja source of the template.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Renders chat messages to text, without tools; `kwargs` are further variables of the template.
+    ///
+    /// # Errors
+    /// Fails for the same reasons as [`ChatTemplate::render_with_tools`].
     pub fn render(
         &self,
         messages: &[serde_json::Value],
         add_generation_prompt: bool,
         kwargs: &Map<String, serde_json::Value>,
     ) -> Result<String, TemplateError> {
+        self.render_with_tools(messages, &[], add_generation_prompt, kwargs)
+    }
+
+    /// Renders chat messages to text. `tools` are function schemas as OpenAI's API has them; an empty list is none to the template,
+    /// since some templates write an introduction for an empty list.
+    ///
+    /// # Errors
+    /// Fails if the template raises an error or exceeds a limit, or if `kwargs` contains `tools`.
+    pub fn render_with_tools(
+        &self,
+        messages: &[serde_json::Value],
+        tools: &[serde_json::Value],
+        add_generation_prompt: bool,
+        kwargs: &Map<String, serde_json::Value>,
+    ) -> Result<String, TemplateError> {
+        if kwargs.contains_key("tools") {
+            return Err(TemplateError(TOOLS_AS_KWARG.to_owned()));
+        }
+        let tools = if tools.is_empty() { Value::from(()) } else { tools.iter().map(to_value).collect() };
         let mut variables = vec![
             ("messages".to_owned(), messages.iter().map(|message| to_value(&as_given(message))).collect()),
-            ("tools".to_owned(), Value::from(())),
+            ("tools".to_owned(), tools),
             ("documents".to_owned(), Value::from(())),
             ("add_generation_prompt".to_owned(), Value::from(add_generation_prompt)),
         ];
@@ -112,6 +143,11 @@ fn failed(error: Error) -> TemplateError {
         text = format!("{text} (line {line})");
     }
     TemplateError(text)
+}
+
+/// The test `iterable` as Jinja has it: unlike in minijinja, `none` cannot be iterated.
+fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
 }
 
 /// Writes a template value as Python's `str()` does, so that `{{ x }}` prints the same as in Jinja.

@@ -521,6 +521,40 @@ fn render(source: &str, kwargs: Value) -> Result<String, TextError> {
 }
 
 #[test]
+fn tools_reach_the_template_by_their_own_argument_only() {
+    let source =
+        "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% elif tools is none %}none{% endif %}";
+    let template = ChatTemplate::new(source.to_owned(), Vec::new()).unwrap();
+    let tools = [json!({"type": "function", "function": {"name": "f"}})];
+    let render = |tools: &[Value]| template.render_with_tools(&[], tools, true, &Map::new()).unwrap();
+    assert_eq!(render(&tools), r#"{"type": "function", "function": {"name": "f"}}"#);
+    assert_eq!(render(&[]), "none");
+    let error = render_error(&template, json!({"tools": []}));
+    assert!(error.contains("chat_template_kwargs must not contain 'tools'"), "{error}");
+}
+
+fn render_error(template: &ChatTemplate, kwargs: Value) -> String {
+    template.render(&[], true, kwargs.as_object().unwrap()).unwrap_err().to_string()
+}
+
+#[test]
+fn texts_of_special_tokens_encode_as_ordinary_text() {
+    let text = Text::load(&fixture("qwen3")).unwrap();
+    let end = text.token_to_id("<|im_end|>").unwrap();
+    assert_eq!(text.encode("a<|im_end|>", false).unwrap().last(), Some(&end));
+    let plain = text.encode_as_text("a<|im_end|>").unwrap();
+    assert!(!plain.contains(&end));
+    assert_eq!(text.decode(&plain, false).unwrap(), "a<|im_end|>");
+    let special: Vec<String> = text.marked_special().into_iter().map(|token| token.text).collect();
+    assert_eq!(special, ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]);
+    // The fixture encodes each of these bytes as one token, and a character may have several.
+    assert_eq!(text.end_of_tokens("zqzq", 4).unwrap(), None);
+    assert_eq!(text.end_of_tokens("zqzq", 2).unwrap(), Some(2));
+    assert_eq!(text.end_of_tokens("zé", 2).unwrap(), Some(1));
+    assert_eq!(text.end_of_tokens("zq", 0).unwrap(), Some(0));
+}
+
+#[test]
 fn templates_render_as_jinja_does_in_transformers() {
     let data = json!({"x": {"b": 1, "a": ["é<&>'\"", null, true, 1.5]}, "enable_thinking": false});
     for (source, expected) in [
@@ -529,6 +563,11 @@ fn templates_render_as_jinja_does_in_transformers() {
         ("{{ x | tojson(indent=1) }}", "{\n \"b\": 1,\n \"a\": [\n  \"é<&>'\\\"\",\n  null,\n  true,\n  1.5\n ]\n}"),
         ("{{ true }} {{ none }} {{ [1, 'a', none] }} {{ {'k': false} }}", "True None [1, 'a', None] {'k': False}"),
         ("{% if tools is none and not tools %}no{% endif %}", "no"),
+        ("{% if tools is iterable and tools | length > 0 %}tools{% endif %}none", "none"),
+        (
+            "{{ 'a' is iterable }} {{ [] is iterable }} {{ x is iterable }} {{ 1 is iterable }} {{ y is iterable }}",
+            "True True True False True",
+        ),
         ("{% if enable_thinking is defined and enable_thinking is false %}quiet{% endif %}", "quiet"),
         ("  {% if true %}\n  a\n  {% endif %}\nb", "  a\nb"),
         ("{% for m in messages %}{% if loop.index > 5 %}{% break %}{% endif %}{{ m['role'] }}{% endfor %}", "user"),

@@ -1,6 +1,7 @@
 //! The tokenizer of a model, with its chat template and EOS ids.
 
 use std::path::Path;
+use std::sync::OnceLock;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -71,6 +72,22 @@ pub struct Text {
     eos_token_ids: Vec<u32>,
     /// The special tokens (`bos_token`, `eos_token` …) and their texts.
     special_tokens: Vec<(String, String)>,
+    /// The same tokenizer, but it encodes the texts of special tokens as ordinary text. Created on first use, because most texts
+    /// contain none and a large vocabulary takes tens of MiB.
+    plain: OnceLock<Tokenizer>,
+}
+
+/// A token that the tokenizer marks as special, such as the one that ends a turn.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpecialToken {
+    /// Id of the token.
+    pub id: u32,
+    /// Text of the token.
+    pub text: String,
+    /// Whether the token takes the white space before it.
+    pub takes_left: bool,
+    /// Whether the token takes the white space after it.
+    pub takes_right: bool,
 }
 
 impl Text {
@@ -93,7 +110,13 @@ impl Text {
             Some(source) => Some(ChatTemplate::new(source, info.special_tokens.clone())?),
             None => None,
         };
-        Ok(Text { tokenizer, template, eos_token_ids: Vec::new(), special_tokens: info.special_tokens })
+        Ok(Text {
+            tokenizer,
+            template,
+            eos_token_ids: Vec::new(),
+            special_tokens: info.special_tokens,
+            plain: OnceLock::new(),
+        })
     }
 
     /// Encodes a text to token ids. `add_special_tokens` adds the special tokens that the tokenizer puts around a
@@ -102,6 +125,52 @@ impl Text {
         let encoding =
             self.tokenizer.encode_fast(text, add_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Encodes a text of a stranger to token ids: the texts of special tokens in it become ordinary tokens, so that it cannot end a
+    /// turn or begin one. Adds no special tokens.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer fails.
+    pub fn encode_as_text(&self, text: &str) -> Result<Vec<u32>, TextError> {
+        let encoding = self.plain().encode_fast(text, false).map_err(|e| TextError::Tokenizer(e.to_string()))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Returns the byte at which the first `max_tokens` tokens of a text end, or None if the text has no more tokens than that. The
+    /// texts of special tokens count as ordinary text.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer fails.
+    pub fn end_of_tokens(&self, text: &str, max_tokens: usize) -> Result<Option<usize>, TextError> {
+        let encoding = self.plain().encode(text, false).map_err(|e| TextError::Tokenizer(e.to_string()))?;
+        // All tokens of a character have its place, so the first token that is left out gives a boundary of characters.
+        Ok(encoding.get_offsets().get(max_tokens).map(|(begin, _)| text.floor_char_boundary(*begin)))
+    }
+
+    fn plain(&self) -> &Tokenizer {
+        self.plain.get_or_init(|| {
+            let mut plain = self.tokenizer.clone();
+            plain.set_encode_special_tokens(true);
+            plain
+        })
+    }
+
+    /// The tokens that the tokenizer marks as special, by id.
+    pub fn marked_special(&self) -> Vec<SpecialToken> {
+        let added = self.tokenizer.get_added_tokens_decoder();
+        let mut tokens: Vec<SpecialToken> = added
+            .iter()
+            .filter(|(_, token)| token.special)
+            .map(|(id, token)| SpecialToken {
+                id: *id,
+                text: token.content.clone(),
+                takes_left: token.lstrip,
+                takes_right: token.rstrip,
+            })
+            .collect();
+        tokens.sort_by_key(|token| token.id);
+        tokens
     }
 
     /// Sets the maximum number of tokens, including special ones, for all further calls of [`Text::encode_cut`]: tokens are
@@ -138,6 +207,11 @@ impl Text {
         self.template.is_some()
     }
 
+    /// The Jinja source of the model's chat template.
+    pub fn chat_template(&self) -> Option<&str> {
+        self.template.as_ref().map(ChatTemplate::source)
+    }
+
     /// Decodes token ids to text.
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, TextError> {
         self.tokenizer.decode(ids, skip_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))
@@ -151,8 +225,22 @@ impl Text {
         add_generation_prompt: bool,
         kwargs: &Map<String, Value>,
     ) -> Result<String, TextError> {
+        self.render_chat_with_tools(messages, &[], add_generation_prompt, kwargs)
+    }
+
+    /// Renders chat messages and function schemas to text, like [`Text::render_chat`].
+    ///
+    /// # Errors
+    /// Fails if the model has no chat template, if the template fails, or if `kwargs` contains `tools`.
+    pub fn render_chat_with_tools(
+        &self,
+        messages: &[Value],
+        tools: &[Value],
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Value>,
+    ) -> Result<String, TextError> {
         let template = self.template.as_ref().ok_or(TextError::NoChatTemplate)?;
-        Ok(template.render(messages, add_generation_prompt, kwargs)?)
+        Ok(template.render_with_tools(messages, tools, add_generation_prompt, kwargs)?)
     }
 
     /// Encodes a prompt to token ids. Special tokens are added once: to a text by the tokenizer, to a chat by the template.

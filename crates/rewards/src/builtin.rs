@@ -44,18 +44,38 @@ pub struct Builtin {
 #[derive(Debug)]
 enum Check {
     Length(LengthPlan),
-    ExactMatch { column: String, ignore_case: bool },
-    Contains { needle: Needle, ignore_case: bool },
-    NumberMatch { column: String, tolerance: f64 },
+    ExactMatch {
+        column: String,
+        ignore_case: bool,
+    },
+    Contains {
+        needle: Needle,
+        ignore_case: bool,
+    },
+    NumberMatch {
+        column: String,
+        tolerance: f64,
+    },
     Regex(Regex),
-    Compare { texts: Texts, operation: StringOperation },
-    TextSimilarity { texts: Texts, metric: SimilarityMetric },
+    Compare {
+        texts: Texts,
+        operation: StringOperation,
+    },
+    TextSimilarity {
+        texts: Texts,
+        metric: SimilarityMetric,
+    },
     MathEqual(MathEqualPlan),
     JsonSchema(json::JsonCheck),
     Repetition(RepetitionPlan),
     SoftOverlong(SoftOverlongPlan),
     Format(FormatPlan),
-    Multi { graders: BTreeMap<String, Builtin>, formula: Box<Formula> },
+    Multi {
+        graders: BTreeMap<String, Builtin>,
+        formula: Box<Formula>,
+    },
+    /// The reward that the environment gave.
+    Episode,
 }
 
 #[derive(Debug)]
@@ -136,6 +156,7 @@ impl Builtin {
             RewardKind::Repetition(plan) => Check::Repetition(plan.clone()),
             RewardKind::SoftOverlong(plan) => Check::SoftOverlong(plan.clone()),
             RewardKind::Format(plan) => Check::Format(plan.clone()),
+            RewardKind::Environment => Check::Episode,
             RewardKind::Multi(plan) => {
                 let grader =
                     |(name, kind): (&String, &RewardKind)| Ok((name.clone(), Builtin::new(name, kind, blank)?));
@@ -231,6 +252,10 @@ impl Builtin {
             Check::Repetition(plan) => Ok(RewardValue::Number(length::repetition(completion, plan))),
             Check::SoftOverlong(plan) => Ok(RewardValue::Number(length::soft_overlong(sample.num_tokens, plan))),
             Check::Format(plan) => Ok(RewardValue::Number(tags::format(completion, plan))),
+            Check::Episode => match sample.episode.as_ref().and_then(|episode| episode.total) {
+                Some(total) => Ok(RewardValue::Number(total)),
+                None => Err(no_value("no_reward", "the environment gave this episode no reward".to_owned())),
+            },
             // `judge_one` also reports the details of each grader; here only the combined value is needed.
             Check::Multi { graders, formula } => Ok(multi(graders, formula, sample).value),
         }
@@ -367,6 +392,7 @@ mod tests {
             num_tokens: 3,
             completion_ids: None,
             columns: Map::new(),
+            episode: None,
         }
     }
 

@@ -99,6 +99,8 @@ pub fn key(revision: &CacheKey, sample: &RewardSample) -> CacheKey {
         num_tokens,
         completion_ids: _,
         columns,
+        // The messages have its turns.
+        episode: _,
     } = sample;
     let rest = serde_json::to_vec(&(messages, finish_reason, num_tokens, columns)).unwrap_or_default();
     digest(&[revision, prompt.as_bytes(), completion.as_bytes(), &rest])
@@ -131,6 +133,7 @@ mod tests {
             num_tokens: 1,
             completion_ids: None,
             columns: serde_json::Map::new(),
+            episode: None,
         }
     }
 

@@ -9,7 +9,9 @@
 //!
 //! This file is longer than others: the public types of a scored sample and the function that scores are read together.
 
-use rlood_types::{callback, dataset, digest, event, id, job, outgoing, protocol, rollout, spec};
+use rlood_types::{
+    callback, dataset, digest, environment, event, id, job, outgoing, protocol, rollout, spec, strict_json,
+};
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -24,7 +26,7 @@ use crate::id::JobId;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{JournalEntry, RewardReport};
 use crate::rollout::{RewardSample, RewardValue, RolloutId, Score};
-use crate::spec::{RewardKind, RewardPlan, RewardSecrets};
+use crate::spec::{EnvironmentPlan, RewardKind, RewardPlan, RewardSecrets};
 
 pub mod builtin;
 pub mod cache;
@@ -414,6 +416,21 @@ impl Rewards {
     /// Returns whether a request is being retried or is slow. The job's `status_reason` is then `waiting_for_reward`.
     pub fn waiting(&self) -> bool {
         *self.shared.status.waiting().borrow() > 0
+    }
+
+    /// Creates the client of the job's environment, which reports its warnings and its waiting requests as these rewards do.
+    ///
+    /// # Errors
+    /// Fails if the address is not allowed, or a header or secret cannot be used.
+    pub fn environment(
+        &self,
+        plan: &EnvironmentPlan,
+        secrets: &RewardSecrets,
+        (client, journal): (&RewardClient, Option<Arc<dyn Journal>>),
+        job: JobId,
+    ) -> Result<webhook::EnvironmentClient, BuildError> {
+        let client = webhook::EnvironmentClient::new(plan, secrets, client, job)?;
+        Ok(client.with_journal(journal).with_status(self.shared.status.clone()))
     }
 
     /// Watches the number of requests that are being retried or are slow.

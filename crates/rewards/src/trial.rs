@@ -110,5 +110,6 @@ fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static st
         num_tokens,
         completion_ids: None,
         columns,
+        episode: None,
     })
 }

@@ -36,6 +36,7 @@ mod concurrency;
 mod delivery;
 pub(super) mod dialect;
 pub(super) mod endpoint;
+mod episodes;
 mod record;
 mod request;
 mod scoring;
@@ -43,9 +44,11 @@ mod wait;
 mod wire;
 
 pub use delivery::{Ping, PingReply};
+pub use episodes::EnvironmentClient;
 pub use record::{Exchange, Received, Sent};
 pub use request::sample_json;
 
+use delivery::Delivered;
 use dialect::{Contract, Dialect};
 use endpoint::{Endpoint, Endpoints};
 use request::Room;

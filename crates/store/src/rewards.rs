@@ -13,9 +13,9 @@ use crate::protocol::{RewardHealth, RewardReport, RewardReports};
 
 /// Selects jobs that wait for a reward service or for a rollout server.
 pub const OUTAGE_JOBS: &str = "SELECT id, next_seq - 1 AS last_seq FROM jobs INDEXED BY jobs_outage \
-     WHERE state = 'paused' AND status_reason IN ('reward_outage', 'rollout_outage') ORDER BY id";
+     WHERE state = 'paused' AND status_reason IN ('reward_outage', 'rollout_outage', 'environment_outage') ORDER BY id";
 /// The reasons of pauses that end when a service is back.
-const OUTAGES: [&str; 2] = ["reward_outage", "rollout_outage"];
+const OUTAGES: [&str; 3] = ["reward_outage", "rollout_outage", "environment_outage"];
 /// Maximum size of one reward's statistics, in bytes; larger ones are stored without messages.
 const MAX_BYTES: usize = 256 * 1024;
 /// Maximum number of rewards of a job, including the evaluation's own.

@@ -5,6 +5,7 @@ pub mod certificate;
 pub mod dataset;
 pub mod digest;
 pub mod doctor;
+pub mod environment;
 pub mod error_text;
 pub mod event;
 pub mod export;

@@ -103,6 +103,11 @@ pub struct ChatFields {
     pub add_generation_prompt: Option<bool>,
     /// Whether the answer continues the last message instead of opening a new one.
     pub continue_final_message: Option<bool>,
+    /// Tools that the model may call: function schemas, `{"type": "function", "function": {"name", "description", "parameters"}}`.
+    /// The model's chat template must have a form for calls that rlood knows.
+    pub tools: Option<Vec<Value>>,
+    /// `auto` (the default): the model decides whether to call tools. `none`: the answer is a text, and the model does not see the tools.
+    pub tool_choice: Option<Value>,
 }
 
 impl ChatFields {
@@ -117,6 +122,8 @@ impl ChatFields {
         "chat_template_kwargs",
         "add_generation_prompt",
         "continue_final_message",
+        "tools",
+        "tool_choice",
     ];
 }
 
@@ -241,7 +248,7 @@ pub struct ChatChoice {
     pub message: ChatMessage,
     /// Log-probs of the answer's tokens, if they were requested.
     pub logprobs: Option<ChatLogprobs>,
-    /// Why the answer ended: `stop` or `length`.
+    /// Why the answer ended: `stop`, `length`, or `tool_calls`.
     pub finish_reason: &'static str,
     /// The stop string that ended the answer.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -256,11 +263,38 @@ pub struct ChatChoice {
 pub struct ChatMessage {
     /// Always `assistant`.
     pub role: &'static str,
-    /// The text of the message.
-    pub content: String,
+    /// The text of the message; null if the message has nothing but calls of tools.
+    pub content: Option<String>,
+    /// The reasoning before calls of tools; absent in other answers, whose content has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<String>,
+    /// The calls of tools, if the answer has any.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ChatToolCall>,
     /// Always null.
     #[schema(value_type = Option<String>)]
     pub refusal: Option<String>,
+}
+
+/// A call of a tool.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, ToSchema)]
+pub struct ChatToolCall {
+    /// Id of the call, for `tool_call_id` of the message with its result.
+    pub id: String,
+    /// Kind of the call: always `function`.
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    /// The function and its arguments.
+    pub function: ChatFunctionCall,
+}
+
+/// The function that a call names.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, ToSchema)]
+pub struct ChatFunctionCall {
+    /// Name of the tool.
+    pub name: String,
+    /// The arguments, a JSON object as text. They fit the tool's schema.
+    pub arguments: String,
 }
 
 /// Log-probs of a chat's answer.

@@ -6,6 +6,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
+use crate::environment::Episode;
 use crate::event::{FinishReason, SamplePhase};
 pub use crate::trajectory::{Segment, Segments, exact_f32s};
 
@@ -71,6 +72,8 @@ pub struct Generated {
     pub segments: Segments,
     /// Why the completion ended.
     pub finish_reason: FinishReason,
+    /// The record of the episode, in a job with an environment.
+    pub episode: Option<Box<Episode>>,
 }
 
 /// A completion with its rewards.
@@ -82,6 +85,8 @@ pub struct RolloutCompletion {
     pub finish_reason: FinishReason,
     /// Value of each reward, in the plan's order.
     pub score: Score,
+    /// The record of the episode, in a job with an environment.
+    pub episode: Option<Box<Episode>>,
 }
 
 /// The JSON form of a completion. A single model segment has the keys `ids` and `logps`. Any other trajectory has the key
@@ -97,18 +102,32 @@ struct CompletionJson<'a> {
     logps: Option<Cow<'a, [f32]>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     segments: Option<Cow<'a, [Segment]>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    episode: Option<Cow<'a, Episode>>,
 }
 
 impl<'a> CompletionJson<'a> {
-    fn new(segments: &'a Segments, finish_reason: FinishReason, score: Option<&'a Score>) -> Self {
-        let score = score.map(Cow::Borrowed);
+    fn new(
+        segments: &'a Segments,
+        finish_reason: FinishReason,
+        score: Option<&'a Score>,
+        episode: Option<&'a Episode>,
+    ) -> Self {
+        let (score, episode) = (score.map(Cow::Borrowed), episode.map(Cow::Borrowed));
         match segments.0.as_slice() {
             [Segment::Model { ids, logps }] => {
                 let logps = logps.as_deref().map(Cow::Borrowed);
-                Self { ids: Some(Cow::Borrowed(ids)), finish_reason, score, logps, segments: None }
+                Self { ids: Some(Cow::Borrowed(ids)), finish_reason, score, logps, segments: None, episode }
             }
-            several => Self { ids: None, finish_reason, score, logps: None, segments: Some(Cow::Borrowed(several)) },
+            several => {
+                let segments = Some(Cow::Borrowed(several));
+                Self { ids: None, finish_reason, score, logps: None, segments, episode }
+            }
         }
+    }
+
+    fn take_episode(&mut self) -> Option<Box<Episode>> {
+        self.episode.take().map(|episode| Box::new(episode.into_owned()))
     }
 
     fn into_segments<E: serde::de::Error>(self) -> Result<Segments, E> {
@@ -123,22 +142,23 @@ impl<'a> CompletionJson<'a> {
 
 impl Serialize for Generated {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Self { segments, finish_reason } = self;
-        CompletionJson::new(segments, *finish_reason, None).serialize(serializer)
+        let Self { segments, finish_reason, episode } = self;
+        CompletionJson::new(segments, *finish_reason, None, episode.as_deref()).serialize(serializer)
     }
 }
 
 impl<'de> Deserialize<'de> for Generated {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let json = CompletionJson::deserialize(deserializer)?;
-        Ok(Self { finish_reason: json.finish_reason, segments: json.into_segments()? })
+        let mut json = CompletionJson::deserialize(deserializer)?;
+        let episode = json.take_episode();
+        Ok(Self { finish_reason: json.finish_reason, episode, segments: json.into_segments()? })
     }
 }
 
 impl Serialize for RolloutCompletion {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Self { segments, finish_reason, score } = self;
-        CompletionJson::new(segments, *finish_reason, Some(score)).serialize(serializer)
+        let Self { segments, finish_reason, score, episode } = self;
+        CompletionJson::new(segments, *finish_reason, Some(score), episode.as_deref()).serialize(serializer)
     }
 }
 
@@ -146,7 +166,8 @@ impl<'de> Deserialize<'de> for RolloutCompletion {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut json = CompletionJson::deserialize(deserializer)?;
         let score = json.score.take().ok_or_else(|| D::Error::missing_field("score"))?.into_owned();
-        Ok(Self { finish_reason: json.finish_reason, score, segments: json.into_segments()? })
+        let episode = json.take_episode();
+        Ok(Self { finish_reason: json.finish_reason, score, episode, segments: json.into_segments()? })
     }
 }
 
@@ -157,6 +178,9 @@ pub struct SampledGroup {
     pub row: u64,
     /// The G completions of the prompt; a single one for [`RolloutPart::Greedy`].
     pub completions: Vec<Generated>,
+    /// Token ids of the prompt, if an environment has added to the row's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt_ids: Option<Vec<u32>>,
 }
 
 /// One completion, as passed to a reward.
@@ -184,6 +208,8 @@ pub struct RewardSample {
     pub completion_ids: Option<Vec<u32>>,
     /// The columns of the dataset row other than the prompt.
     pub columns: Map<String, Value>,
+    /// The record of the episode, in a job with an environment.
+    pub episode: Option<Box<Episode>>,
 }
 
 /// Value of each reward for one sample.
@@ -220,7 +246,11 @@ mod tests {
     use super::*;
 
     fn completion(ids: &[u32], logps: Option<Vec<f32>>) -> Generated {
-        Generated { segments: Segments::of_completion(ids.to_vec(), logps), finish_reason: FinishReason::Stop }
+        Generated {
+            segments: Segments::of_completion(ids.to_vec(), logps),
+            finish_reason: FinishReason::Stop,
+            episode: None,
+        }
     }
 
     #[test]
@@ -274,7 +304,8 @@ mod tests {
             Segment::Model { ids: vec![8], logps: None },
         ]);
         let score = Score { values: vec![RewardValue::Number(1.0)] };
-        let scored = RolloutCompletion { segments: segments.clone(), finish_reason: FinishReason::Stop, score };
+        let scored =
+            RolloutCompletion { segments: segments.clone(), finish_reason: FinishReason::Stop, score, episode: None };
         let text = serde_json::to_string(&scored).unwrap();
         assert_eq!(
             text,
@@ -287,7 +318,7 @@ mod tests {
         assert_eq!(serde_json::from_str::<RolloutCompletion>(&text).unwrap(), scored);
         let only_context = Segments(vec![Segment::Context { ids: vec![7] }]);
         for segments in [segments, Segments::default(), only_context] {
-            let generated = Generated { segments, finish_reason: FinishReason::Length };
+            let generated = Generated { segments, finish_reason: FinishReason::Length, episode: None };
             let text = serde_json::to_string(&generated).unwrap();
             assert_eq!(serde_json::from_str::<Generated>(&text).unwrap(), generated, "{text}");
         }

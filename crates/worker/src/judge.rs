@@ -189,6 +189,7 @@ fn reward_samples(
                 num_tokens: answer.ids.len() as u32,
                 columns: row.columns.clone(),
                 completion_ids: Some(answer.ids.clone()),
+                episode: None,
             });
         }
     }

@@ -22,6 +22,6 @@ use rlood_engine as engine;
 use rlood_model_files as modelcard;
 use rlood_rewards as reward;
 use rlood_types::{
-    callback, dataset, digest, doctor, error_text, event, export, failpoint, id, job, outgoing, protocol, rollout,
-    spec, verdict,
+    callback, dataset, digest, doctor, environment, error_text, event, export, failpoint, id, job, outgoing, protocol,
+    rollout, spec, verdict,
 };

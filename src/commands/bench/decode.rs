@@ -214,7 +214,7 @@ impl<'a> Generation<'a> {
     /// Generates `generations` completions of `tokens` tokens for each prompt.
     fn generate(&self, prompts: &[Vec<u32>], generations: usize, tokens: usize) -> Result<(), BenchError> {
         let prompts: Vec<GeneratePrompt<'_>> =
-            prompts.iter().zip(0..).map(|(ids, row)| GeneratePrompt { row, ids }).collect();
+            prompts.iter().zip(0..).map(|(ids, row)| GeneratePrompt { row, ids, given: &[] }).collect();
         let request = GenerateRequest {
             prompts: &prompts,
             num_generations: NonZeroUsize::new(generations).unwrap_or(NonZeroUsize::MIN),

@@ -42,7 +42,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<MismatchFigures, BenchError> {
     let (prompts, generations) = (args.prompts as usize, args.generations as usize);
     let ids = setting.prompts(prompts);
     let of_request: Vec<GeneratePrompt<'_>> =
-        ids.iter().zip(0..).map(|(ids, row)| GeneratePrompt { row, ids }).collect();
+        ids.iter().zip(0..).map(|(ids, row)| GeneratePrompt { row, ids, given: &[] }).collect();
     let request = GenerateRequest {
         prompts: &of_request,
         num_generations: NonZeroUsize::new(generations).unwrap_or(NonZeroUsize::MIN),

@@ -95,6 +95,7 @@ pub(super) async fn with_columns(
             num_tokens: sample.num_tokens,
             completion_ids: None,
             columns,
+            episode: None,
         }
     });
     Ok(samples.collect())

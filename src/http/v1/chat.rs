@@ -15,6 +15,7 @@ use super::error::in_stream;
 use super::fields::{Fields, MAX_TOP, fit, invalid, request};
 use super::names::{Chosen, resolve};
 use super::tokens::Tokens;
+use super::tools::{ToolUse, parser_of};
 use super::{Facts, answer};
 use crate::http::AppState;
 use crate::http::auth::Caller;
@@ -29,6 +30,8 @@ use crate::supervisor::serving::Answers;
 
 /// Interval of comments in a stream without other lines.
 pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// The reason for the end of an answer that calls tools.
+const TOOL_CALLS: &str = "tool_calls";
 
 /// Answer a chat.
 ///
@@ -73,7 +76,8 @@ async fn answer_chat(state: AppState, caller: Caller, body: Map<String, Value>) 
     let chosen = resolve(&state, &caller, &fields.own.model).await?;
     let mut request = request(&fields.sampling, &chosen.facts)?;
     request.logprobs = logprobs(&fields.own)?;
-    request.ids = render(&chosen.facts, fields.own.clone()).await?;
+    let mut tools = ToolUse::of(&fields.own, &chosen.facts)?;
+    request.ids = render(&chosen.facts, fields.own.clone(), &mut tools).await?;
     let ChatFields { max_completion_tokens, max_tokens, .. } = fields.own;
     let (name, wanted) = match max_completion_tokens {
         Some(most) => ("max_completion_tokens", Some(most)),
@@ -92,6 +96,7 @@ async fn answer_chat(state: AppState, caller: Caller, body: Map<String, Value>) 
         facts: chosen.facts.clone(),
         as_ids: fields.sampling.return_tokens_as_token_ids.unwrap_or(false),
         returns_ids: fields.sampling.return_token_ids.unwrap_or(false),
+        tools,
         with_usage: fields.sampling.stream_options.as_ref().is_some_and(|options| options.include_usage == Some(true)),
         request,
     };
@@ -132,28 +137,39 @@ fn logprobs(fields: &ChatFields) -> Result<Option<u32>, Problem> {
 }
 
 /// Renders a chat and returns its token ids. Takes long for long chats, so it runs on a thread for blocking work.
-async fn render(facts: &Arc<Facts>, fields: ChatFields) -> Result<Vec<u32>, Problem> {
-    let facts = facts.clone();
+async fn render(facts: &Arc<Facts>, fields: ChatFields, tools: &mut Option<ToolUse>) -> Result<Vec<u32>, Problem> {
+    let (facts, schemas) = (facts.clone(), tools.as_ref().map(|tools| tools.schemas().to_vec()));
     let encode = move || {
-        let text = rendered(&facts, &fields)?;
-        facts.text.encode(&text, false).map_err(|error| invalid("messages", "prompt_not_encodable", error.to_string()))
+        let text = rendered(&facts, &fields, schemas.as_deref().unwrap_or_default())?;
+        let ids = facts.text.encode(&text, false);
+        let ids = ids.map_err(|error| invalid("messages", "prompt_not_encodable", error.to_string()))?;
+        Ok::<_, Problem>((ids, text.trim_end().ends_with("<think>")))
     };
-    tokio::task::spawn_blocking(encode).await.map_err(Problem::internal)?
+    let (ids, opens_reasoning) = tokio::task::spawn_blocking(encode).await.map_err(Problem::internal)??;
+    if let Some(tools) = tools {
+        tools.opens_reasoning = opens_reasoning;
+    }
+    Ok(ids)
 }
 
-/// Renders messages with the model's chat template.
-pub(super) fn rendered(facts: &Facts, fields: &ChatFields) -> Result<String, Problem> {
+/// Renders messages and tools with the model's chat template.
+pub(super) fn rendered(facts: &Facts, fields: &ChatFields, tools: &[Value]) -> Result<String, Problem> {
     let continues = fields.continue_final_message.unwrap_or(false);
     let opens = fields.add_generation_prompt.unwrap_or(!continues);
     if continues && opens {
         let detail = "add_generation_prompt and continue_final_message exclude each other: set one of them to false";
         return Err(invalid("continue_final_message", "invalid", detail));
     }
-    let messages = messages(&fields.messages)?;
+    let messages = crate::chat::for_template(&messages(&fields.messages)?, parser_of(facts))
+        .map_err(|error| invalid(&format!("messages{}", error.pointer), "invalid", error.detail))?;
     let kwargs = fields.chat_template_kwargs.clone().unwrap_or_default();
+    if kwargs.contains_key("tools") {
+        let detail = "tools are not a variable of the chat template: use the field 'tools'";
+        return Err(invalid("chat_template_kwargs/tools", "invalid", detail));
+    }
     let text = facts
         .text
-        .render_chat(&messages, opens, &kwargs)
+        .render_chat_with_tools(&messages, tools, opens, &kwargs)
         .map_err(|error| invalid("messages", "invalid_messages", crate::error_text::with_causes(&error)))?;
     if !continues {
         return Ok(text);
@@ -217,11 +233,17 @@ struct Chat {
     facts: Arc<Facts>,
     as_ids: bool,
     returns_ids: bool,
+    tools: Option<ToolUse>,
     with_usage: bool,
     request: ServedRequest,
 }
 
 impl Chat {
+    /// The message of an answer that calls tools.
+    fn calls(&self, whole: &Whole) -> Option<ChatMessage> {
+        self.tools.as_ref()?.message(whole, &self.facts)
+    }
+
     fn logprobs(&self, ids: &[u32], logprobs: &[crate::serving::TokenLogprobs]) -> Option<ChatLogprobs> {
         self.request.logprobs?;
         let tokens = Tokens { text: &self.facts.text, as_ids: self.as_ids };
@@ -236,13 +258,22 @@ impl Chat {
     /// The answer as one object.
     fn whole(&self, collected: Collected) -> ChatCompletion {
         let tokens = collected.answers.iter().map(|whole| whole.ids.len() as u64).sum();
-        let choice = |(index, whole): (usize, Whole)| ChatChoice {
-            index: index as u32,
-            logprobs: self.logprobs(&whole.ids, &whole.logprobs),
-            finish_reason: finish_reason(whole.finish.as_ref()),
-            stop_reason: stop_reason(whole.finish.as_ref()),
-            token_ids: self.returns_ids.then_some(whole.ids),
-            message: ChatMessage { role: "assistant", content: whole.text, refusal: None },
+        let choice = |(index, whole): (usize, Whole)| {
+            let calls = self.calls(&whole);
+            ChatChoice {
+                index: index as u32,
+                logprobs: self.logprobs(&whole.ids, &whole.logprobs),
+                finish_reason: if calls.is_some() { TOOL_CALLS } else { finish_reason(whole.finish.as_ref()) },
+                stop_reason: stop_reason(whole.finish.as_ref()),
+                token_ids: self.returns_ids.then_some(whole.ids),
+                message: calls.unwrap_or(ChatMessage {
+                    role: "assistant",
+                    content: Some(whole.text),
+                    reasoning_content: None,
+                    tool_calls: Vec::new(),
+                    refusal: None,
+                }),
+            }
         };
         ChatCompletion {
             id: self.id.clone(),
@@ -277,11 +308,11 @@ impl Chat {
         self.chunk(&json!([{"index": index, "delta": delta, "logprobs": null, "finish_reason": null}]), None)
     }
 
-    fn piece(&self, piece: &ServedPiece) -> Event {
+    fn piece(&self, piece: &ServedPiece, calls: Option<&ChatMessage>) -> Event {
         let logprobs = self.logprobs(&piece.ids, &piece.logprobs);
         let mut choice = json!({
             "index": piece.index,
-            "delta": {"content": piece.text},
+            "delta": calls.map_or_else(|| json!({"content": piece.text}), delta_of_calls),
             "logprobs": logprobs,
             "finish_reason": null,
         });
@@ -291,12 +322,12 @@ impl Chat {
         self.chunk(&json!([choice]), None)
     }
 
-    fn last(&self, piece: &ServedPiece) -> Event {
+    fn last(&self, piece: &ServedPiece, calls: Option<&ChatMessage>) -> Event {
         let mut choice = json!({
             "index": piece.index,
             "delta": {},
             "logprobs": null,
-            "finish_reason": finish_reason(piece.finish.as_ref()),
+            "finish_reason": calls.map_or_else(|| finish_reason(piece.finish.as_ref()), |_| TOOL_CALLS),
         });
         if let Some(stop) = stop_reason(piece.finish.as_ref()) {
             choice["stop_reason"] = json!(stop);
@@ -308,7 +339,8 @@ impl Chat {
     fn stream(self, answers: Answers) -> impl Stream<Item = Result<Event, Infallible>> {
         let first = (0..self.request.num_choices).map(|index| self.first(index)).collect::<Vec<Event>>();
         let left = self.request.num_choices;
-        let pieces = Pieces { chat: self, answers: Some(answers), left, tokens: 0, ready: first.into() };
+        let held = if self.tools.is_some() { vec![Whole::default(); left as usize] } else { Vec::new() };
+        let pieces = Pieces { chat: self, answers: Some(answers), held, left, tokens: 0, ready: first.into() };
         futures::stream::unfold(pieces, |mut pieces| async move {
             let event = pieces.next().await?;
             Some((Ok(event), pieces))
@@ -321,6 +353,8 @@ struct Pieces {
     chat: Chat,
     /// None once the stream has ended; dropping the answers frees their places.
     answers: Option<Answers>,
+    /// The beginnings of the answers, if they may call tools: whether a text is a call is known at its end.
+    held: Vec<Whole>,
     left: u32,
     tokens: u64,
     /// Events that are sent next.
@@ -343,11 +377,12 @@ impl Pieces {
                 }
             };
             self.tokens += piece.ids.len() as u64;
-            if !piece.text.is_empty() || !piece.logprobs.is_empty() {
-                self.ready.push_back(self.chat.piece(&piece));
+            let Some((piece, calls)) = self.joined(piece) else { continue };
+            if calls.is_some() || !piece.text.is_empty() || !piece.logprobs.is_empty() {
+                self.ready.push_back(self.chat.piece(&piece, calls.as_ref()));
             }
             if piece.finish.is_some() {
-                self.ready.push_back(self.chat.last(&piece));
+                self.ready.push_back(self.chat.last(&piece, calls.as_ref()));
                 self.left -= 1;
             }
             if self.left == 0 {
@@ -360,4 +395,36 @@ impl Pieces {
             }
         }
     }
+
+    /// Returns a piece at once if the answer cannot call tools; otherwise holds it back, and returns the whole answer at its end.
+    fn joined(&mut self, piece: ServedPiece) -> Option<(ServedPiece, Option<ChatMessage>)> {
+        let Some(whole) = self.held.get_mut(piece.index as usize) else { return Some((piece, None)) };
+        whole.text.push_str(&piece.text);
+        whole.ids.extend(&piece.ids);
+        whole.logprobs.extend(piece.logprobs.iter().cloned());
+        piece.finish.as_ref()?;
+        let whole = std::mem::take(whole);
+        let whole = Whole { finish: piece.finish.clone(), ..whole };
+        let calls = self.chat.calls(&whole);
+        let Whole { text, ids, logprobs, finish } = whole;
+        Some((ServedPiece { text, ids, logprobs, finish, ..piece }, calls))
+    }
+}
+
+/// A message with calls as a chunk's delta.
+fn delta_of_calls(message: &ChatMessage) -> Value {
+    let mut delta = json!({"tool_calls": []});
+    let numbered = message.tool_calls.iter().enumerate().map(|(index, call)| {
+        let mut call = json!(call);
+        call["index"] = json!(index);
+        call
+    });
+    delta["tool_calls"] = numbered.collect();
+    if let Some(content) = &message.content {
+        delta["content"] = json!(content);
+    }
+    if let Some(reasoning) = &message.reasoning_content {
+        delta["reasoning_content"] = json!(reasoning);
+    }
+    delta
 }

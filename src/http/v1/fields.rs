@@ -65,7 +65,7 @@ impl<T: DeserializeOwned> Fields<T> {
     /// # Errors
     /// Fails at the first field that has the wrong type, or asks for something that is not supported.
     pub(super) fn read(body: &Map<String, Value>, names: &[&str]) -> Result<Self, Problem> {
-        refuse(body)?;
+        refuse(body, names)?;
         let value = Value::Object(body.clone());
         let own = of_value(&value)?;
         let sampling = of_value(&value)?;
@@ -107,7 +107,7 @@ pub(super) fn of_value<T: DeserializeOwned>(value: &Value) -> Result<T, Problem>
 }
 
 /// Refuses fields that would change the answer and are not supported.
-fn refuse(body: &Map<String, Value>) -> Result<(), Problem> {
+fn refuse(body: &Map<String, Value>, names: &[&str]) -> Result<(), Problem> {
     let unsupported = |field: &str, detail: &str| Err(invalid(field, "unsupported_value", detail));
     let given = |name: &str| body.get(name).filter(|value| !value.is_null());
     let is_empty = |value: &Value| match value {
@@ -119,8 +119,13 @@ fn refuse(body: &Map<String, Value>) -> Result<(), Problem> {
         Value::Number(_) => false,
     };
     let uses = |name: &str| given(name).is_some_and(|value| !is_empty(value));
-    if uses("tools") && given("tool_choice").and_then(Value::as_str) != Some("none") {
-        return unsupported("tools", "tools are not supported yet: leave the field out, or set tool_choice to 'none'");
+    let choice = given("tool_choice");
+    if uses("tools") && !names.contains(&"tools") && choice.and_then(Value::as_str) != Some("none") {
+        return unsupported("tools", "tools need a chat: use /v1/chat/completions");
+    }
+    if uses("tools") && choice.is_some_and(|choice| !matches!(choice.as_str(), Some("auto" | "none"))) {
+        let detail = "tool_choice must be 'auto' or 'none': the model cannot be forced to call a tool";
+        return unsupported("tool_choice", detail);
     }
     for name in ["functions", "audio", "web_search_options", "suffix"] {
         if uses(name) {

@@ -76,7 +76,7 @@ pub(super) async fn tokenize(
                     chat_template_kwargs: body.chat_template_kwargs,
                     ..ChatFields::default()
                 };
-                facts.text.encode(&rendered(&facts, &chat)?, body.add_special_tokens.unwrap_or(false))
+                facts.text.encode(&rendered(&facts, &chat, &[])?, body.add_special_tokens.unwrap_or(false))
             }
             _ => return Err(invalid("prompt", "invalid", "give either 'prompt' or 'messages'")),
         };

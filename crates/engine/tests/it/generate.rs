@@ -58,7 +58,7 @@ fn sampled(
 ) -> (Vec<Vec<Generated>>, usize) {
     let all = prompts();
     let prompts: Vec<GeneratePrompt<'_>> =
-        rows.iter().map(|&row| GeneratePrompt { row: row as u64, ids: &all[row] }).collect();
+        rows.iter().map(|&row| GeneratePrompt { row: row as u64, ids: &all[row], given: &[] }).collect();
     let request = GenerateRequest {
         prompts: &prompts,
         num_generations: NonZeroUsize::new(G).unwrap(),

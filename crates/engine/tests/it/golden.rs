@@ -320,6 +320,7 @@ impl RecordedBlock {
                 segments: Segments::of_completion(completion, None),
                 finish_reason,
                 score,
+                episode: None,
             });
         }
         Self { rollout: Rollout { groups, ..Rollout::default() }, rows }

@@ -4,6 +4,7 @@
 
 mod bits;
 mod certificate;
+mod episodes;
 mod four_bit;
 mod generate;
 mod golden;

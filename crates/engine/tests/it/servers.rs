@@ -48,7 +48,7 @@ pub fn serve(request: &SampleRequest<'_>) -> Vec<Vec<Generated>> {
     let group = |prompt: &rlood_engine::host::SamplePrompt<'_>| {
         assert!(prompt.ids.len() + request.max_completion_length <= request.adapter.max_tokens);
         let generate_request = GenerateRequest {
-            prompts: &[GeneratePrompt { row: prompt.row, ids: prompt.ids }],
+            prompts: &[GeneratePrompt { row: prompt.row, ids: prompt.ids, given: &[] }],
             num_generations: request.num_generations,
             sampler,
             max_completion_length: request.max_completion_length,

@@ -128,7 +128,7 @@ fn answers_are_those_of_trainings_sampler() {
             let text = Text::load(&dir).unwrap();
             let prompt = ids(3, 19);
             let sampling = GenerateRequest {
-                prompts: &[GeneratePrompt { row: 0, ids: &prompt }],
+                prompts: &[GeneratePrompt { row: 0, ids: &prompt, given: &[] }],
                 num_generations: NonZeroUsize::new(2).unwrap(),
                 sampler: Sampler { temperature: 0.8, ..Sampler::PLAIN },
                 max_completion_length: 12,

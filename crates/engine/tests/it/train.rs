@@ -80,6 +80,7 @@ pub fn plan() -> Plan {
             chat_template_kwargs: Map::new(),
         },
         rollout: None,
+        environment: None,
         lora: Some(LoraPlan {
             target_modules: ["q_proj", "v_proj", "down_proj"].map(String::from).to_vec(),
             ..LoraPlan::all_linear(4, 8.0)
@@ -529,6 +530,7 @@ fn truncated_rollout(_step: u64) -> Option<Rollout> {
         segments: Segments::of_completion(vec![10, 11, 12], None),
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(reward)] },
+        episode: None,
     };
     let group = |row: u64| RolloutGroup {
         row,

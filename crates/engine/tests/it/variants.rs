@@ -289,6 +289,7 @@ fn half_tied(_step: u64) -> Option<Rollout> {
         segments: Segments::of_completion(vec![first, 11, 12], None),
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(reward)] },
+        episode: None,
     };
     let group = |row: u64, rewards: [f64; 2]| RolloutGroup {
         row,
@@ -396,6 +397,7 @@ fn equal_rewards(_step: u64) -> Option<Rollout> {
         segments: Segments::of_completion((10..10 + length).collect(), None),
         finish_reason: FinishReason::Length,
         score: Score { values: vec![RewardValue::Number(1.0)] },
+        episode: None,
     };
     let group = |row: u64, lengths: [u32; 2]| RolloutGroup {
         row,

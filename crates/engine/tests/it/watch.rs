@@ -181,6 +181,7 @@ fn sample() -> rlood_types::rollout::RewardSample {
         num_tokens: 1,
         completion_ids: None,
         columns: serde_json::Map::new(),
+        episode: None,
     }
 }
 

@@ -40,6 +40,8 @@ pub(super) enum Delivered {
     Unusable(String),
     /// An error status that a retry would not change.
     Permanent(String),
+    /// The service answered 404.
+    NotFound(String),
     /// The service answered 413: the request is too large.
     TooLarge,
     /// The service answered 202: it accepted the request and will send the results later.
@@ -270,6 +272,7 @@ impl Webhook {
             300..=399 => Attempt::Done(Delivered::Permanent(format!(
                 "the service answered {status}: redirects are not followed"
             ))),
+            404 => Attempt::Done(Delivered::NotFound(format!("the service answered {status}{}", detail()))),
             400..=499 => Attempt::Done(Delivered::Permanent(format!("the service answered {status}{}", detail()))),
             _ => Attempt::Done(Delivered::Unusable(format!("the service answered {status} without rewards"))),
         }
@@ -327,6 +330,9 @@ impl Webhook {
             let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
             let wire = request.wire();
             Signed { id: &request.id, timestamp: now_s, body: wire.as_bytes() }.set_headers(&self.keys, &mut headers);
+        }
+        if let Some(episode) = &request.episode {
+            set_header(&mut headers, "rlood-episode", episode);
         }
         set_header(&mut headers, "idempotency-key", &request.id);
         set_header(&mut headers, "traceparent", &traceparent(&request.id));

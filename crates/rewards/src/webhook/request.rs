@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use crate::JobContext;
 use crate::callback::CallbackTerms;
 use crate::dataset::{IMAGES, ImageRef, image_refs};
+use crate::environment::EpisodeTurn;
 use crate::event::FinishReason;
 use crate::id::JobId;
 use crate::meter::About;
@@ -42,6 +43,8 @@ pub(super) struct Request {
     pub body: String,
     /// The samples in the request; empty for a health check.
     pub about: About,
+    /// The episode that the request is about, for environments.
+    pub episode: Option<String>,
     /// Secret token that authorizes callbacks, if the request offers a callback address.
     token: Option<String>,
     /// Time until which the service may deliver results.
@@ -53,7 +56,12 @@ impl Request {
     pub fn new(id: String, body: String, left: Duration) -> Self {
         // Limiting the time to one year prevents an overflow of the clock.
         let left = left.min(Duration::from_secs(365 * 86_400));
-        Self { id, body, about: About::default(), token: None, deadline: Instant::now() + left }
+        Self { id, body, about: About::default(), episode: None, token: None, deadline: Instant::now() + left }
+    }
+
+    /// Sets the episode that the request is about.
+    pub fn of_episode(self, episode: String) -> Self {
+        Self { episode: Some(episode), ..self }
     }
 
     /// Sets the samples of the request.
@@ -149,6 +157,8 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         columns: Cow<'a, Map<String, Value>>,
         #[serde(skip_serializing_if = "Vec::is_empty")]
         images: Vec<ImageRef>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        turns: Option<&'a [EpisodeTurn]>,
     }
     let RewardSample {
         sample_id,
@@ -162,6 +172,7 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         num_tokens,
         completion_ids: _,
         columns,
+        episode,
     } = sample;
     let images = image_refs(columns);
     let mut columns = Cow::Borrowed(columns);
@@ -179,6 +190,7 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         num_tokens: *num_tokens,
         columns,
         images,
+        turns: episode.as_ref().map(|episode| episode.turns.as_slice()),
     };
     serde_json::to_value(&wire).expect("strings and JSON values can be serialized")
 }
@@ -259,6 +271,7 @@ mod tests {
                     num_tokens: 1,
                     completion_ids: None,
                     columns: Map::new(),
+                    episode: None,
                 });
             }
         }

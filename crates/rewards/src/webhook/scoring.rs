@@ -161,7 +161,9 @@ impl ScoringRun<'_> {
                     webhook.record_unusable(request, &[], &problem);
                     problem
                 }
-                Delivered::Permanent(problem) => return Ok(unusable("refused", problem)),
+                Delivered::Permanent(problem) | Delivered::NotFound(problem) => {
+                    return Ok(unusable("refused", problem));
+                }
                 Delivered::TooLarge => return Ok(SendOutcome::Answer(RewardAnswer::TooLarge)),
                 Delivered::Accepted(accepted) => match webhook.check_accepted(accepted) {
                     Ok(accepted) => return Ok(SendOutcome::Later(accepted)),

@@ -66,6 +66,7 @@ fn sample(prompt: &str, completion: &str, columns: Value) -> RewardSample {
         num_tokens: completion.split_whitespace().count() as u32,
         completion_ids: None,
         columns,
+        episode: None,
     }
 }
 

@@ -11,9 +11,16 @@ use crate::setting::{LEASE, Setting, T0};
 
 fn rollout(rollout: RolloutId) -> JournalEntry {
     let logps = Some(vec![-0.1, f32::MIN_POSITIVE, -16_777_217.0]);
-    let completions =
-        vec![Generated { segments: Segments::of_completion(vec![5, 6, 7], logps), finish_reason: FinishReason::Stop }];
-    JournalEntry::Rollout { rollout, groups: vec![SampledGroup { row: 2, completions }], samplers: Vec::new() }
+    let completions = vec![Generated {
+        segments: Segments::of_completion(vec![5, 6, 7], logps),
+        finish_reason: FinishReason::Stop,
+        episode: None,
+    }];
+    JournalEntry::Rollout {
+        rollout,
+        groups: vec![SampledGroup { row: 2, completions, prompt_ids: None }],
+        samplers: Vec::new(),
+    }
 }
 
 fn request(rollout: RolloutId, key: &str, id: &str) -> JournalEntry {

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::environments::{ENVIRONMENT_SECRET, environment_reward, read_environment};
 use super::evaluation::{EvalSpec, read_eval};
 use super::foreign::advice;
 use super::oversight::{EarlyStoppingSpec, read_doctor, read_early_stopping};
@@ -18,9 +19,9 @@ use super::settings::{CHECKPOINTS, SAMPLING};
 use super::sources::{DatasetSource, attach_records, detach_records, read_dataset, with_prompts};
 use super::warm_up::read_warm_up;
 use super::{
-    Arithmetic, CertificatePlan, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan,
-    QuantType, ResourcesPlan, RewardPlan, RewardSecrets, RlooPlan, RolloutPlan, SamplingPlan, WarmStartPlan,
-    WarmUpSpec,
+    Arithmetic, CertificatePlan, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, EnvironmentPlan, LoraPlan,
+    OptimizerPlan, Plan, QuantType, ResourcesPlan, RewardKind, RewardPlan, RewardSecrets, RlooPlan, RolloutPlan,
+    SamplingPlan, WarmStartPlan, WarmUpSpec,
 };
 
 /// A submitted job. A field that was rejected has a harmless placeholder, so that the rest can still be checked.
@@ -46,6 +47,8 @@ pub struct JobSpec {
     pub sampling: SamplingPlan,
     /// Servers that sample the completions; `None` = the engine that trains also samples.
     pub rollout: Option<RolloutPlan>,
+    /// The environment that episodes are played with; `None` = a completion is one turn.
+    pub environment: Option<EnvironmentPlan>,
     /// The LoRA adapter; `None` = full fine-tuning.
     pub lora: Option<LoraPlan>,
     /// The checkpoint or adapter to start from; `None` = none.
@@ -172,6 +175,7 @@ pub fn submittable(plan: &Plan) -> Value {
         rloo,
         sampling,
         rollout,
+        environment,
         lora,
         warm_start,
         warm_up,
@@ -190,7 +194,7 @@ pub fn submittable(plan: &Plan) -> Value {
     } = plan;
     let mut document = json!({
         "name": name, "model": model.id, "dataset": submittable_dataset(dataset), "eval": eval, "rewards": rewards, "rloo": rloo,
-        "sampling": sampling, "rollout": rollout, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
+        "sampling": sampling, "rollout": rollout, "environment": environment, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
         "certificate": certificate, "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if !runtime.is_own() {
@@ -258,6 +262,9 @@ fn redacted(mut document: Value) -> Value {
             }
         }
     }
+    if let Some(environment) = document.pointer_mut("/environment").and_then(Value::as_object_mut) {
+        ["secret", "previous_secret", "headers"].iter().for_each(|name| drop(environment.shift_remove(*name)));
+    }
     for server in document.pointer_mut("/rollout/servers").and_then(Value::as_array_mut).into_iter().flatten() {
         if let Some(server) = server.as_object_mut() {
             server.shift_remove("api_key");
@@ -268,9 +275,17 @@ fn redacted(mut document: Value) -> Value {
 
 fn read_job(document: &Reader<'_>) -> JobSpec {
     let lora = read_lora(document);
-    let (rewards, mut secrets) = read_rewards(
-        &document.required("rewards", "give at least one reward, such as {\"type\": \"length\"} or your own webhook"),
-    );
+    let has_environment = document.field("environment").value().is_some_and(|value| !value.is_null());
+    let rewards = match has_environment && document.field("rewards").value().is_none() {
+        true => document.field("rewards"),
+        false => {
+            document.required("rewards", "give at least one reward, such as {\"type\": \"length\"} or your own webhook")
+        }
+    };
+    let (mut rewards, mut secrets) = read_rewards(&rewards);
+    if has_environment && !rewards.iter().any(|reward| reward.kind == RewardKind::Environment) {
+        rewards.push(environment_reward());
+    }
     let eval = document.field("eval").object().map(read_eval).map(|(eval, own_secrets)| {
         secrets.extend(own_secrets);
         eval
@@ -278,6 +293,12 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
     let rollout = document.field("rollout").object().and_then(read_rollout).map(|(rollout, keys)| {
         secrets.extend(keys);
         rollout
+    });
+    let environment = document.field("environment").object().and_then(read_environment).map(|(environment, own)| {
+        if own != RewardSecrets::default() {
+            secrets.insert(ENVIRONMENT_SECRET.to_owned(), own);
+        }
+        environment
     });
     let (runtime, resources) = read_runtime(document);
     let spec = JobSpec {
@@ -298,6 +319,7 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         rloo: read_rloo(document.section("rloo")),
         sampling: read_section(&SAMPLING, document.section("sampling")),
         rollout,
+        environment,
         warm_start: document.field("warm_start").object().and_then(read_warm_start),
         warm_up: document
             .field("warm_up")

@@ -288,7 +288,7 @@ impl Footprint {
         micro_batch_tokens: u64,
     ) -> Footprint {
         let prompt = longest_prompt.unwrap_or(UNCOUNTED_PROMPT_TOKENS).max(1);
-        let completion = u64::from(plan.sampling.max_completion_length);
+        let completion = u64::from(plan.max_tokens_after_prompt());
         let group = u64::from(plan.rloo.num_generations.get());
         let per_step = u64::from(plan.training.prompts_per_step);
         let full = plan.lora.is_none();

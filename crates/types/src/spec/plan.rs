@@ -5,6 +5,7 @@
 
 mod algorithm;
 mod arithmetic;
+mod environment;
 mod rewards;
 mod rollout;
 mod runtime;
@@ -20,6 +21,7 @@ use crate::id::{AdapterId, CheckpointId, DatasetId};
 
 pub use algorithm::*;
 pub use arithmetic::*;
+pub use environment::*;
 pub use rewards::*;
 pub use rollout::*;
 pub use runtime::*;
@@ -48,6 +50,9 @@ pub struct Plan {
     /// Servers that sample the completions; absent = the engine that trains also samples.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rollout: Option<RolloutPlan>,
+    /// The environment that episodes are played with; absent = a completion is one turn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub environment: Option<EnvironmentPlan>,
     /// The LoRA adapter; null = full fine-tuning: every weight is trained.
     pub lora: Option<LoraPlan>,
     /// The checkpoint or adapter whose weights the run starts from; null = a fresh adapter, or the base model's weights.

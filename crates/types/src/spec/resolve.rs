@@ -5,6 +5,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use super::environments;
 use super::estimate::{Estimate, Limits, choose_micro_batch};
 use super::evaluation::{FEWEST_TEST_ROWS, shared_prompts};
 use super::facts::{Context, DatasetFacts, ModelFacts};
@@ -63,6 +64,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     let sampling = fit_completions(spec, context, &mut errors);
     rloo::check(spec, &sampling, &mut errors);
     rollouts::check(spec, &mut errors);
+    environments::check(spec, context, &mut errors);
     let runtime = runtime::choose(spec, context, &mut errors);
     let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
     let Some(dataset) = &context.dataset else { return Err(errors) };
@@ -87,8 +89,10 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     errors.extend(beyond_all_places(model, context).filter(|_| runtime.is_own()));
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
-        (Some(eval), _) if eval.fraction.is_some() => Some(plan_eval(eval, dataset, &split, context)),
-        (Some(eval), Some(facts)) => Some(plan_eval(eval, facts, &split, context)),
+        (Some(eval), _) if eval.fraction.is_some() => {
+            Some(plan_eval((eval, spec.environment.is_some()), dataset, &split, context))
+        }
+        (Some(eval), Some(facts)) => Some(plan_eval((eval, spec.environment.is_some()), facts, &split, context)),
         (Some(_), None) => return Err(errors),
     };
     if spec.warm_up.is_some() && context.warm_up_dataset.is_none() {
@@ -108,6 +112,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         rloo: spec.rloo.clone(),
         sampling,
         rollout: spec.rollout.clone(),
+        environment: spec.environment.clone(),
         lora,
         warm_start: spec.warm_start.clone().map(|warm_start| warm::found(warm_start, context)),
         warm_up: context.warm_up_dataset.as_ref().and_then(|facts| warm_up::plan(spec, facts, facts.plan())),
@@ -194,7 +199,12 @@ fn unusual_shares(dataset: &DatasetFacts, mixture: &Mixture) -> Option<FieldErro
     })
 }
 
-fn plan_eval(eval: &EvalSpec, facts: &DatasetFacts, split: &Split, context: &Context) -> EvalPlan {
+fn plan_eval(
+    (eval, has_environment): (&EvalSpec, bool),
+    facts: &DatasetFacts,
+    split: &Split,
+    context: &Context,
+) -> EvalPlan {
     let test_rows = Some(split.tested()).filter(|rows| *rows > 0);
     let guard = eval.guard.as_ref().zip(context.guard_dataset.as_ref());
     EvalPlan {
@@ -209,7 +219,8 @@ fn plan_eval(eval: &EvalSpec, facts: &DatasetFacts, split: &Split, context: &Con
             rewards: guard.rewards.clone(),
             margin: guard.margin,
         }),
-        auto_verdict: eval.auto_verdict,
+        // A verdict samples single turns.
+        auto_verdict: eval.auto_verdict && !has_environment,
         top_p: eval.top_p,
         top_k: eval.top_k,
         min_p: eval.min_p,
@@ -452,9 +463,11 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, mixture: &Mixture) -> 
         max_refill_completions,
         epochs: max_steps as f64 / steps_per_epoch as f64,
         dropped_rows_per_epoch: prompts_per_epoch % block,
-        max_completion_tokens: sampled
-            .saturating_add(max_refill_completions)
-            .saturating_mul(u64::from(sampling.max_completion_length)),
+        max_completion_tokens: sampled.saturating_add(max_refill_completions).saturating_mul(u64::from(
+            spec.environment
+                .as_ref()
+                .map_or(sampling.max_completion_length, |environment| environment.max_episode_tokens),
+        )),
     };
     let plan = TrainingPlan {
         prompts_per_step: training.prompts_per_step,

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use serde_json::Value;
 
-pub(super) use service::read_url;
+pub(super) use service::{read_secrets, read_url};
 
 use super::foreign::advice;
 use super::reader::{Errors, Field, FieldError, Reader, shown};
@@ -52,6 +52,7 @@ const SERVICES: &[(&str, ReadKind)] = &[
     ("http_template", adapters::read_http_template),
 ];
 const RUN_BY_WORKERS: &[(&str, ReadKind)] = &[
+    ("environment", |_| RewardKind::Environment),
     ("reward_model", |reader| RewardKind::RewardModel(reward_model::read_reward_model(reader))),
     ("python", |reader| RewardKind::Python(python::read_python(reader))),
 ];

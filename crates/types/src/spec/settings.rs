@@ -6,6 +6,7 @@
 //! description come from the plan's field, unless the row has its own description.
 
 mod checkpoints;
+mod environment;
 mod eval;
 mod lora;
 mod optimizer;
@@ -31,6 +32,7 @@ use utoipa::openapi::schema::Schema;
 use super::reader::Field;
 
 pub(super) use checkpoints::{CERTIFICATE, CHECKPOINTS};
+pub(super) use environment::ENVIRONMENT;
 pub(super) use eval::{DEFAULT_MARGIN, EVAL, WARM_START};
 pub(super) use lora::{ALL_LINEAR, LORA};
 pub(super) use optimizer::OPTIMIZER;
@@ -47,7 +49,7 @@ pub(super) use warm_up::WARM_UP;
 pub(super) use watch::{DOCTOR, EARLY_STOPPING};
 
 /// All sections, in the order of the form and of the reference page.
-pub(super) static SECTIONS: [&Section; 15] = [
+pub(super) static SECTIONS: [&Section; 16] = [
     &TRAINING,
     &RLOO,
     &SAMPLING,
@@ -61,6 +63,7 @@ pub(super) static SECTIONS: [&Section; 15] = [
     &WARM_START,
     &WARM_UP,
     &ROLLOUT,
+    &ENVIRONMENT,
     &RUNTIME,
     &RESOURCES,
 ];

@@ -29,6 +29,7 @@ pub(super) fn generated(completions: Vec<SampledOne>, n: usize) -> Vec<Generated
     let one = |SampledOne { ids, logps, is_stopped }: SampledOne| Generated {
         segments: Segments::of_completion(ids, Some(logps)),
         finish_reason: if is_stopped { FinishReason::Stop } else { FinishReason::Length },
+        episode: None,
     };
     let completions: Vec<Generated> = completions.into_iter().map(one).collect();
     completions.iter().cycle().take(n).cloned().collect()

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
@@ -18,10 +18,12 @@ use super::journal::Journal;
 use super::signals::{Progress, StopSignal, drops_work};
 use crate::engine::error::EngineError;
 use crate::engine::host::{Generated, Host, RunEnd, SampleRequest, SavedCheckpoint, Score, ScoreRequest, StopReason};
+use crate::environment::{EpisodeCall, Reply};
 use crate::error_text::with_causes;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::job::Failure;
 use crate::protocol::Publish;
+use crate::reward::webhook::EnvironmentClient;
 use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
 use crate::rollout::{RolloutId, SampledGroup};
 use crate::rollout_servers::Fleet;
@@ -57,6 +59,8 @@ pub(super) struct JobHost {
     pub(super) begun: HashMap<RolloutId, AbortOnDropHandle<Result<Scored, RewardFailure>>>,
     /// The servers that sample the job's completions; `None` = the engine samples.
     pub(super) servers: Option<Fleet>,
+    /// The environment of the job's episodes, if it has one.
+    pub(super) environment: Option<Arc<EnvironmentClient>>,
     /// Warnings of these servers while a rollout is being sampled.
     pub(super) server_notices: mpsc::UnboundedReceiver<Event>,
     /// Reward metrics of the current step, for training and for evaluation, until the step's metrics are sent.
@@ -312,6 +316,39 @@ impl Host for JobHost {
         }
     }
 
+    fn environment(&mut self, id: RolloutId, calls: &[EpisodeCall]) -> Result<Vec<Reply>, RunEnd> {
+        let Some(environment) = self.environment.clone() else {
+            return Err(RunEnd::Failed(EngineError::Input("the job has no environment".to_owned())));
+        };
+        let started = Instant::now();
+        let replies = self.runtime.block_on(async {
+            let mut asking = std::pin::pin!(environment.ask(id, calls));
+            loop {
+                tokio::select! {
+                    biased;
+                    stop = self.stop.wait_for(|_| true) => break Err(stop),
+                    replies = &mut asking => break Ok(replies),
+                    Some(notice) = self.notices.recv() => {
+                        log_warning(&self.events, &notice);
+                        // If the warning cannot be sent, the attempt is stopped, which also ends this loop.
+                        let _ = self.events.send(notice);
+                    }
+                }
+            }
+        });
+        let seconds = self.reward_metrics[phase_index(id.phase)].entry("environment/seconds".to_owned()).or_default();
+        *seconds = Some(seconds.unwrap_or(0.0) + started.elapsed().as_secs_f64());
+        match replies {
+            Ok(Ok(replies)) => Ok(replies),
+            Ok(Err(RewardFailure::JournalClosed { .. })) => Err(self.unrecorded()),
+            Ok(Err(failure)) => {
+                let reason = matches!(failure, RewardFailure::Outage { .. }).then_some("environment_outage");
+                Err(self.pause_or_fail(reason, environment_failure(&failure, id.step), id.step))
+            }
+            Err(stop) => Err(RunEnd::Stopped(stop)),
+        }
+    }
+
     fn wants_checkpoint(&self) -> bool {
         self.checkpoint_schedule.is_due(clock::now(), self.journal.is_large())
     }
@@ -372,6 +409,29 @@ impl JobHost {
             Ok(()) => self.stop_with(StopReason::Pause { reason: Some(reason.to_owned()) }),
             Err(error) => error,
         }
+    }
+}
+
+/// Returns the failure of a job whose environment cannot be used.
+fn environment_failure(failure: &RewardFailure, step: u64) -> Failure {
+    let of_reward = failure.to_failure(step);
+    let (code, suggestion) = match failure {
+        RewardFailure::Outage { .. } => {
+            ("environment_outage", "bring the environment's server back; the job then resumes by itself")
+        }
+        RewardFailure::Refused { .. } => (
+            "environment_address_refused",
+            "use another environment.url, or ask the operator to add the address to --allow-outgoing",
+        ),
+        _ => ("environment_failed", "look at the environment's server, then retry the job"),
+    };
+    let message = of_reward.message.replacen("reward '", "environment '", 1);
+    Failure {
+        code: code.to_owned(),
+        message,
+        phase: Some(Phase::Rollout),
+        suggestion: Some(suggestion.to_owned()),
+        ..of_reward
     }
 }
 

@@ -291,6 +291,7 @@ fn sample() -> RewardSample {
         num_tokens: 1,
         completion_ids: None,
         columns: serde_json::Map::new(),
+        episode: None,
     }
 }
 

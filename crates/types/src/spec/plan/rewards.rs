@@ -120,6 +120,8 @@ pub enum RewardKind {
     Format(FormatPlan),
     /// OpenAI's `multi` grader: a formula over other built-in rewards.
     Multi(MultiPlan),
+    /// The reward of the episode, which the job's environment gave.
+    Environment,
 }
 
 /// The service settings of a reward type, as `&` or `&mut`.
@@ -152,6 +154,7 @@ macro_rules! service_of {
             | RewardKind::SoftOverlong(_)
             | RewardKind::Format(_)
             | RewardKind::Multi(_)
+            | RewardKind::Environment
             | RewardKind::RewardModel(_) => None,
         }
     };
@@ -220,6 +223,7 @@ impl RewardKind {
             | RewardKind::SoftOverlong(_)
             | RewardKind::Format(_)
             | RewardKind::RewardModel(_)
+            | RewardKind::Environment
             | RewardKind::Python(_) => return Vec::new(),
         };
         column.map(|column| (field.to_owned(), column.as_str())).into_iter().collect()
@@ -242,6 +246,7 @@ impl RewardKind {
             | RewardKind::HttpTemplate(_)
             | RewardKind::Multi(_)
             | RewardKind::RewardModel(_)
+            | RewardKind::Environment
             | RewardKind::Python(_) => None,
             RewardKind::Length(plan) => Some(plan.bounds()),
             RewardKind::Repetition(plan) => Some((plan.max_penalty.min(0.0), 0.0)),

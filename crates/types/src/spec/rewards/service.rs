@@ -115,7 +115,7 @@ pub(in crate::spec) fn read_url(field: &Field<'_>) -> String {
 }
 
 /// Reads the signing secrets and the headers.
-pub(super) fn read_secrets(reader: &Reader<'_>) -> RewardSecrets {
+pub(in crate::spec) fn read_secrets(reader: &Reader<'_>) -> RewardSecrets {
     let secret = read_secret(&reader.field("secret"));
     let previous = reader.field("previous_secret");
     let previous_secret = read_secret(&previous);

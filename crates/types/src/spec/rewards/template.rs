@@ -193,6 +193,7 @@ mod tests {
                 ("none".to_owned(), json!(null)),
                 ("tags".to_owned(), json!(["a", {"b": 1}])),
             ]),
+            episode: None,
         }
     }
 

@@ -74,6 +74,11 @@ fn read_stop(field: &Field<'_>) -> Option<Value> {
     Some(json!(stop))
 }
 
+/// Reads the variables of chat templates. Tools have fields of their own, which are checked.
 fn read_object(field: &Field<'_>) -> Option<Value> {
-    field.map().cloned().map(Value::Object)
+    let variables = field.map()?;
+    if variables.contains_key("tools") {
+        field.fail_at("tools", "invalid_value", "tools are not a variable of the chat template: leave 'tools' out");
+    }
+    Some(Value::Object(variables.clone()))
 }

@@ -43,6 +43,7 @@ pub(super) fn groups_of(plan: &Plan, rows: &[u64], parts: &[&Part]) -> Result<Ve
     let groups = groups.map(|(rows, completions)| SampledGroup {
         row: rows[0],
         completions: completions.iter().map(|completion| (*completion).clone()).collect(),
+        prompt_ids: None,
     });
     Ok(groups.collect())
 }
@@ -94,7 +95,7 @@ pub(super) fn reward_samples(
     groups: &[SampledGroup],
 ) -> Result<Vec<RewardSample>, EngineError> {
     let mut samples = Vec::new();
-    for (index, SampledGroup { row, completions }) in groups.iter().enumerate() {
+    for (index, SampledGroup { row, completions, .. }) in groups.iter().enumerate() {
         let prompt = &prompts[*row as usize];
         for completion in completions {
             let ids = completion.segments.completion()?;
@@ -110,6 +111,7 @@ pub(super) fn reward_samples(
                 num_tokens: u32::try_from(ids.len()).unwrap_or(u32::MAX),
                 completion_ids: Some(ids.to_vec()),
                 columns: prompt.columns.clone(),
+                episode: None,
             });
         }
     }
@@ -129,16 +131,17 @@ impl Scored {
         prompts: &[TokenizedPrompt],
     ) -> Result<Self, EngineError> {
         let mut scores = scores.into_iter();
-        let groups = groups.into_iter().map(|SampledGroup { row, completions }| RolloutGroup {
+        let groups = groups.into_iter().map(|SampledGroup { row, completions, .. }| RolloutGroup {
             row,
             prompt_ids: prompts[row as usize].ids.clone(),
             completions: completions
                 .into_iter()
                 .zip(scores.by_ref())
-                .map(|(Generated { segments, finish_reason }, score)| RolloutCompletion {
+                .map(|(Generated { segments, finish_reason, episode }, score)| RolloutCompletion {
                     segments,
                     finish_reason,
                     score,
+                    episode,
                 })
                 .collect(),
             greedy: None,

@@ -1,0 +1,104 @@
+//! The settings of a job's environment.
+
+use serde_json::{Value, json};
+use utoipa::PartialSchema;
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{AdditionalProperties, ObjectBuilder, Schema, Type};
+
+use super::DefaultValue::{Variant, Whole};
+use super::{Kind, Section, Setting, variant_names};
+use crate::spec::plan::{EnvironmentPlan, EpisodeReturn, OnParseError};
+use crate::spec::reader::Field;
+use crate::spec::schema::{enumeration, string};
+
+/// Names of the parsers of tool calls; `auto` = by the model's chat template.
+const PARSERS: [&str; 9] = ["auto", "qwen", "hermes", "qwen3_coder", "llama3", "mistral", "gemma", "phi", "none"];
+
+pub(in crate::spec) static ENVIRONMENT: Section = Section::new(
+    "environment",
+    "Environment",
+    "A server that plays episodes of several turns with the model. Without this section, a completion is one turn.",
+    &[
+        Setting::new("type", Kind::Own { read: read_kind, schema: kind, says: "`http`" })
+            .doc("The protocol of the server: `http`, rlood's own contract, version 1.")
+            .default(Variant("http")),
+        Setting::new("url", Kind::Part { schema: url, says: "an http or https address" })
+            .doc("Address of the server, http or https."),
+        Setting::new("name", Kind::Text(64))
+            .doc("Name of the environment, which its requests carry; default: environment."),
+        Setting::new("secret", Kind::Part { schema: secret, says: "`whsec_…`" })
+            .doc("Secret that signs the requests (write-only: it is never shown again)."),
+        Setting::new("previous_secret", Kind::Part { schema: secret, says: "`whsec_…`" })
+            .doc("The secret before, while it is replaced (write-only)."),
+        Setting::new("headers", Kind::Part { schema: headers, says: "an object of texts" })
+            .doc("Headers that are sent with every request (write-only)."),
+        Setting::new("params", Kind::Part { schema: params, says: "an object" }).label("Parameters, as JSON"),
+        Setting::whole("max_turns", 1, 1000).default(Whole(8)),
+        Setting::whole("max_episode_tokens", 1, 1_048_576).default(Whole(4096)),
+        Setting::whole("max_observation_tokens", 16, 1_048_576).default(Whole(1024)),
+        Setting::variant("return", variant_names::<EpisodeReturn>).default(Variant("sum")),
+        Setting::new("tool_parser", Kind::Own { read: read_parser, schema: parser, says: "a name" })
+            .default(Variant("auto")),
+        Setting::variant("on_parse_error", variant_names::<OnParseError>).default(Variant("reply")),
+        Setting::whole("max_parse_errors", 1, 100).default(Whole(2)),
+        Setting::whole("max_restarts", 0, 100).default(Whole(1)),
+        Setting::whole("max_concurrency", 1, 256).default(Whole(32)),
+        Setting::whole("timeout_ms", 1, 86_400_000).default(Whole(30_000)),
+        Setting::whole("deadline_ms", 1, 604_800_000)
+            .doc("Time limit of an answer including all tries, in milliseconds.")
+            .default(Whole(600_000)),
+        Setting::whole("max_tries", 1, 100).default(Whole(5)),
+        Setting::whole("max_invalid_tries", 1, 100).default(Whole(2)),
+        Setting::whole("max_outage_s", 1, 604_800).default(Whole(600)),
+    ],
+)
+.of_plan(EnvironmentPlan::schema)
+.optional();
+
+fn read_kind(field: &Field<'_>) -> Option<Value> {
+    let known = [
+        ("openenv", "OpenEnv servers are not supported yet: their HTTP routes forget the episode between two requests"),
+        ("ors", "ORS servers are not supported yet"),
+        ("nemo_gym", "NeMo Gym servers are not supported yet"),
+    ];
+    if let Some((_, why)) =
+        field.value().and_then(Value::as_str).and_then(|kind| known.iter().find(|(name, _)| *name == kind))
+    {
+        field.fail("unsupported", format!("{why}; use type http, with rlood's own contract"));
+        return None;
+    }
+    field.one_of(&["http"]).map(|kind| json!(kind))
+}
+
+fn kind() -> RefOr<Schema> {
+    enumeration("", &["http"])
+}
+
+fn read_parser(field: &Field<'_>) -> Option<Value> {
+    field.one_of(&PARSERS).map(|name| json!(name))
+}
+
+fn parser() -> RefOr<Schema> {
+    enumeration("", &PARSERS)
+}
+
+fn url() -> RefOr<Schema> {
+    string("Address of the server.")
+}
+
+fn secret() -> RefOr<Schema> {
+    string("`whsec_` followed by 24 to 64 random bytes in base64.")
+}
+
+fn headers() -> RefOr<Schema> {
+    let texts = AdditionalProperties::RefOr(string("Value of the header."));
+    ObjectBuilder::new().schema_type(Type::Object).additional_properties(Some(texts)).build().into()
+}
+
+fn params() -> RefOr<Schema> {
+    ObjectBuilder::new()
+        .schema_type(Type::Object)
+        .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(true)))
+        .build()
+        .into()
+}
