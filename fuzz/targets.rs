@@ -234,6 +234,7 @@ fn samples() -> Vec<RewardSample> {
         num_tokens: 3,
         completion_ids: None,
         columns: Map::new(),
+        episode: None,
     };
     (0..3).map(sample).collect()
 }

@@ -201,8 +201,10 @@ pub fn spreads(
     let Setting { policy, text, prompts } = setting;
     let sample =
         |rows: &[usize], num_generations: usize, temperature: f64, key: Key| -> Result<Vec<Vec<Vec<u32>>>, Failure> {
-            let requests: Vec<GeneratePrompt<'_>> =
-                rows.iter().map(|&row| GeneratePrompt { row: row as u64, ids: &prompts[row].ids }).collect();
+            let requests: Vec<GeneratePrompt<'_>> = rows
+                .iter()
+                .map(|&row| GeneratePrompt { row: row as u64, ids: &prompts[row].ids, given: &[] })
+                .collect();
             let request = GenerateRequest {
                 prompts: &requests,
                 num_generations: NonZeroUsize::new(num_generations).ok_or("no completions are asked for")?,

@@ -62,7 +62,7 @@ async fn answer(State(environment): State<Environment>, headers: HeaderMap, body
     let body: Value = serde_json::from_slice(&body).unwrap();
     let text = |name: &str| headers.get(name).map(|value| value.to_str().unwrap().to_owned()).unwrap_or_default();
     let (id, kind) = (body["id"].as_str().unwrap(), body["type"].as_str().unwrap());
-    let mut flaw = |what: &str| inner.flaws.lock().unwrap().push(format!("{what}: {body}"));
+    let flaw = |what: &str| inner.flaws.lock().unwrap().push(format!("{what}: {body}"));
     if text("webhook-id") != id || text("idempotency-key") != id || text("webhook-signature").is_empty() {
         flaw("headers");
     }

@@ -114,6 +114,7 @@ pub fn samples(count: usize, group: usize) -> Vec<RewardSample> {
         num_tokens: 3,
         completion_ids: None,
         columns: Map::from_iter([("reference".to_owned(), json!(index))]),
+        episode: None,
     };
     (0..count).map(sample).collect()
 }

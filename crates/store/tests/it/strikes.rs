@@ -76,7 +76,7 @@ impl Run {
 }
 
 fn rollout(rollout: RolloutId, rows: u64) -> JournalEntry {
-    let groups = (0..rows).map(|row| SampledGroup { row, completions: Vec::new() }).collect();
+    let groups = (0..rows).map(|row| SampledGroup { row, completions: Vec::new(), prompt_ids: None }).collect();
     JournalEntry::Rollout { rollout, groups, samplers: Vec::new() }
 }
 

@@ -319,7 +319,9 @@ impl World {
             later: None,
         };
         // The groups are the same for any worker: a row or two.
-        let groups = |count: u64| (0..count).map(|row| SampledGroup { row, completions: Vec::new() }).collect();
+        let groups = |count: u64| {
+            (0..count).map(|row| SampledGroup { row, completions: Vec::new(), prompt_ids: None }).collect()
+        };
         let (answered, rows) = (self.random.one_in(2), 1 + step % 2);
         let mut entries = vec![JournalEntry::Rollout { rollout, groups: groups(1), samplers: Vec::new() }, request];
         if answered {
