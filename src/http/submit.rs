@@ -27,7 +27,7 @@ use super::prompts::{Prompts, Source, unknown_dataset};
 use super::rows::read_rows;
 use super::uploads::{bad_form, broken_form, format_of_part};
 use super::{preflight, warm_start};
-use crate::dataset::{Reader, Summary};
+use crate::dataset::{IMAGES, Reader, Summary};
 use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
 use crate::id::{DatasetId, JobId};
@@ -37,7 +37,7 @@ use crate::spec::trl::{self, Remark};
 use crate::spec::{
     DatasetPlan, DraftDocument, DraftPlan, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Warning, resolve,
 };
-use crate::store::{NewJob, StoreError, clock_ms};
+use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
 /// Maximum size of the multipart field `spec`, in bytes.
 const MAX_SPEC_BYTES: usize = 1024 * 1024;
@@ -385,7 +385,13 @@ async fn translated(
     document: &Value,
     preflight_limits: Option<preflight::Limits>,
 ) -> Result<Validation, Problem> {
-    let conversion = trl::convert(document, rows_of_named(state, caller, document).await?);
+    let dataset = named_dataset(state, caller, document).await?;
+    let mut conversion = trl::convert(document, dataset.as_ref().map(|dataset| dataset.num_rows));
+    // Images are read by TRL only.
+    let has_images = dataset.is_some_and(|dataset| dataset.columns.iter().any(|column| column == IMAGES));
+    if has_images && conversion.spec.get("runtime").is_none() {
+        conversion.spec["runtime"] = json!({"name": "trl"});
+    }
     // Without batch sizes no plan and no preflight: they would show defaults that the user did not choose.
     let complete = conversion.spec.pointer("/training/prompts_per_step").is_some();
     let preflight_limits = preflight_limits.filter(|_| complete && conversion.unsupported.is_empty());
@@ -405,12 +411,11 @@ async fn translated(
     Ok(validation)
 }
 
-/// Returns the number of rows of the uploaded dataset that a TRL run names; None if it names none, or one that does
-/// not exist (reported later).
-async fn rows_of_named(state: &AppState, caller: &Caller, document: &Value) -> Result<Option<u64>, Problem> {
+/// Returns the uploaded dataset that a TRL run names; None if it names none, or one that does not exist (reported later).
+async fn named_dataset(state: &AppState, caller: &Caller, document: &Value) -> Result<Option<DatasetRow>, Problem> {
     let Some(id) = trl::named_dataset(document).and_then(|id| id.parse().ok()) else { return Ok(None) };
     match state.store.dataset_get(id).await {
-        Ok(row) if caller.may_see(&row.owner) => Ok(Some(row.num_rows)),
+        Ok(row) if caller.may_see(&row.owner) => Ok(Some(row)),
         Ok(_) | Err(StoreError::NotFound { .. }) => Ok(None),
         Err(error) => Err(error.into()),
     }

@@ -190,6 +190,9 @@ async fn images_need_trl_and_a_model_that_reads_them_and_reach_workers_and_rewar
     assert!(missing.text.contains("rlood runtime install trl --extras vlm"), "{}", missing.text);
 
     let able = worker_with(&server, 1, &["vlm"]).await;
+    let of_trl = json!({"config": {"max_steps": 1}, "model": "reader", "dataset": {"id": dataset}, "rewards": [{"type": "length"}]});
+    let mapped = server.post("/jobs/validate?from=trl", of_trl).await;
+    assert_eq!(mapped.body["spec"]["runtime"], json!({"name": "trl"}), "{}", mapped.text);
     let accepted = server.post("/jobs", with("reader", "auto")).await;
     assert_eq!(
         (accepted.status.as_u16(), &accepted.body["runtime"]["name"]),

@@ -428,6 +428,29 @@ class EarlyStoppingPlan(TypedDict):
     min_delta: float
     patience: int
 
+OnInvalid = Literal["mask", "zero", "fail"]
+
+OnParseError = Literal["reply", "end"]
+
+EpisodeReturn = Literal["sum", "last"]
+
+EnvironmentKind = Literal["http"]
+
+_EnvironmentPlanRequiredFields = TypedDict("_EnvironmentPlanRequiredFields", {"deadline_ms": "int", "max_batch_bytes": "int", "max_batch_samples": "int", "max_concurrency": "int", "max_invalid_tries": "int", "max_outage_s": "int", "max_tries": "int", "on_invalid": "OnInvalid", "timeout_ms": "int", "url": "str", "max_episode_tokens": "int", "max_observation_tokens": "int", "max_parse_errors": "int", "max_restarts": "int", "max_turns": "int", "name": "str", "on_parse_error": "OnParseError", "return": "EpisodeReturn", "tool_parser": "str", "type": "EnvironmentKind"}, total=True)
+
+
+class _EnvironmentPlanRequired(_EnvironmentPlanRequiredFields):
+    pass
+
+
+class EnvironmentPlan(_EnvironmentPlanRequired, total=False):
+    """The environment that a job's episodes are played with."""
+
+    cache: bool
+    max_invalid_fraction: float
+    min_valid_per_group: int
+    params: Dict[str, Any]
+
 RewardPlan = Dict[str, Any]
 
 
@@ -732,6 +755,7 @@ class Plan(_PlanRequired, total=False):
     certificate: Optional[CertificatePlan]
     doctor: DoctorPlan
     early_stopping: Optional[EarlyStoppingPlan]
+    environment: Optional[EnvironmentPlan]
     eval: Optional[EvalPlan]
     lora: Optional[LoraPlan]
     name: Optional[str]
@@ -892,7 +916,13 @@ class JobSpecEarlyStopping(TypedDict, total=False):
     min_delta: float
     patience: int
 
-OnInvalid = Literal["mask", "zero", "fail"]
+JobSpecEnvironmentFields = TypedDict("JobSpecEnvironmentFields", {"deadline_ms": "int", "headers": "Dict[str, str]", "max_concurrency": "int", "max_episode_tokens": "int", "max_invalid_tries": "int", "max_observation_tokens": "int", "max_outage_s": "int", "max_parse_errors": "int", "max_restarts": "int", "max_tries": "int", "max_turns": "int", "name": "str", "on_parse_error": "OnParseError", "params": "Dict[str, Any]", "previous_secret": "str", "return": "EpisodeReturn", "secret": "str", "timeout_ms": "int", "tool_parser": "str", "type": "Literal[\"http\"]", "url": "str"}, total=False)
+
+
+class JobSpecEnvironment(JobSpecEnvironmentFields, total=False):
+    """A server that plays episodes of several turns with the model."""
+
+    pass
 
 
 class _WebhookRewardSpecRequired(TypedDict):
@@ -1836,6 +1866,7 @@ class JobSpec(_JobSpecRequired, total=False):
     checkpoints: JobSpecCheckpoints
     doctor: JobSpecDoctor
     early_stopping: JobSpecEarlyStopping
+    environment: JobSpecEnvironment
     eval: JobSpecEval
     lora: Optional[JobSpecLora]
     metadata: Dict[str, str]

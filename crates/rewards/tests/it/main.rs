@@ -4,6 +4,7 @@
 
 mod adapters;
 mod corpus;
+mod environment;
 mod journal;
 mod judge;
 mod python;

@@ -131,3 +131,91 @@ pub(super) fn check(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErr
         errors.push(FieldError::new("/environment/max_episode_tokens", "out_of_range", detail));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::spec::{DatasetFacts, Resolution, resolve, submittable};
+
+    fn resolved(changes: Value, has_chat_template: bool) -> Result<Resolution, Vec<(String, String)>> {
+        let records = [json!({"prompt": "a"}), json!({"prompt": "b"})];
+        let mut document = json!({
+            "model": "m", "dataset": {"records": records}, "environment": {"url": "http://10.0.0.7/play"},
+            "training": {"prompts_per_step": 1, "max_steps": 4}
+        });
+        for (key, value) in changes.as_object().unwrap() {
+            match document.get_mut(key).and_then(Value::as_object_mut).zip(value.as_object()) {
+                Some((section, value)) => section.extend(value.clone()),
+                None => document[key] = value.clone(),
+            }
+        }
+        let (spec, errors) = JobSpec::read(document);
+        let codes =
+            |errors: Vec<FieldError>| errors.into_iter().map(|error| (error.pointer, error.code.to_string())).collect();
+        if !errors.is_empty() {
+            return Err(codes(errors));
+        }
+        let model = crate::spec::example::model(has_chat_template);
+        let context =
+            Context { model: Some(model), dataset: Some(DatasetFacts::of_records(&records)), ..Context::default() };
+        resolve(&spec, &context).map_err(codes)
+    }
+
+    fn error(at: &str, code: &str) -> Vec<(String, String)> {
+        vec![(at.to_owned(), code.to_owned())]
+    }
+
+    #[test]
+    fn an_environment_adds_its_reward_and_its_plan_can_be_submitted_again() {
+        let plan = resolved(json!({}), true).unwrap().plan;
+        assert_eq!(plan.rewards.iter().map(|reward| reward.name.as_str()).collect::<Vec<_>>(), ["environment"]);
+        let environment = plan.environment.as_ref().unwrap();
+        assert_eq!(
+            (environment.max_turns, environment.max_episode_tokens, plan.max_tokens_after_prompt()),
+            (8, 4096, 4096)
+        );
+        let (again, errors) = JobSpec::read(submittable(&plan));
+        assert!(errors.is_empty(), "{errors:?}");
+        assert_eq!(again.environment.as_ref(), Some(environment));
+        assert_eq!(again.rewards, plan.rewards);
+
+        let beside = resolved(json!({"rewards": [{"type": "length", "weight": 0.5}]}), true).unwrap().plan;
+        assert_eq!(beside.rewards.len(), 2);
+        let own =
+            json!({"rewards": [{"type": "environment", "weight": 2.0, "name": "game"}], "eval": {"fraction": 0.5}});
+        let own = resolved(own, true).unwrap().plan;
+        assert_eq!((own.rewards.len(), own.rewards[0].weight), (1, 2.0));
+        assert!(!own.eval.unwrap().auto_verdict, "a verdict samples single turns");
+    }
+
+    #[test]
+    fn settings_that_do_not_fit_are_refused_by_name() {
+        for (changes, at, code) in [
+            (json!({"environment": {"type": "openenv"}}), "/environment/type", "unsupported"),
+            (json!({"environment": {"type": "grpc"}}), "/environment/type", "invalid_value"),
+            (json!({"environment": {"url": "nowhere"}}), "/environment/url", "invalid_value"),
+            (json!({"environment": {"turns": 3}}), "/environment/turns", "unknown_field"),
+            (json!({"environment": {"tool_parser": "xml"}}), "/environment/tool_parser", "invalid_value"),
+            (json!({"environment": {"secret": "short"}}), "/environment/secret", "invalid_value"),
+            (json!({"environment": {"max_episode_tokens": 10}}), "/environment/max_episode_tokens", "out_of_range"),
+            (json!({"rloo": {"estimator": "remax"}}), "/rloo/estimator", "unsupported_with_environment"),
+            (json!({"rloo": {"overlap": true}}), "/rloo/overlap", "unsupported_with_environment"),
+            (json!({"sampling": {"stop": ["\n"]}}), "/sampling/stop", "unsupported_with_environment"),
+            (
+                json!({"rollout": {"engine": "vllm", "servers": [{"url": "http://10.0.0.8:8000"}]}}),
+                "/rollout",
+                "unsupported_with_environment",
+            ),
+        ] {
+            let errors = resolved(changes.clone(), true).unwrap_err();
+            assert!(errors.contains(&(at.to_owned(), code.to_owned())), "{changes}: {errors:?}");
+        }
+        assert_eq!(resolved(json!({}), false).unwrap_err(), error("/environment", "no_chat_template"));
+        let without = json!({"environment": null, "rewards": [{"type": "environment"}]});
+        assert_eq!(resolved(without, true).unwrap_err(), error("/rewards/0/type", "needs_environment"));
+        let too_long = json!({"environment": {"max_episode_tokens": 100_000}});
+        assert_eq!(resolved(too_long, true).unwrap_err(), error("/environment/max_episode_tokens", "out_of_range"));
+    }
+}
