@@ -126,8 +126,8 @@ struct RewardRequestSample {
     /// The images of the prompt, in order. Absent if it has none.
     #[serde(skip_serializing_if = "Option::is_none")]
     images: Option<Vec<RewardImage>>,
-    /// The turns of the episode. Present in jobs with an environment; `messages` is then the whole chat and `completion` the model's
-    /// last answer.
+    /// The turns of the episode. Present in jobs with an environment; `messages` is then the whole chat, and `completion` is
+    /// the last answer of the model.
     turns: Option<Vec<EpisodeTurn>>,
 }
 
@@ -139,9 +139,9 @@ struct RewardImage {
     /// Format of the image: `image/png`, `image/jpeg`, `image/webp` or `image/gif`.
     #[schema(example = "image/png")]
     media_type: String,
-    /// Width, in pixels.
+    /// Width of the image, in pixels.
     width: u32,
-    /// Height, in pixels.
+    /// Height of the image, in pixels.
     height: u32,
     /// Address of the image, readable for a week without a key. Absent if the server has no public address.
     url: Option<String>,

@@ -58,8 +58,8 @@ struct Permit {
 
 /// Get an image of a sample that is scored
 ///
-/// For reward services: the URL, with its token, is in the `images` of a reward request's samples. It is valid for a week. No key is
-/// needed.
+/// For reward services: the URL, with its token, is in the `images` of a reward request's samples. It is valid for a week
+/// and needs no key.
 #[utoipa::path(method(get, head), path = "/reward-images/{job}/{sha256}", tag = "Reward contract", operation_id = "get_reward_image", security(()),
     params(("job" = JobId, Path, description = "The job"), ("sha256" = String, Path, description = "SHA-256 of the image, in hex"), Permit),
     responses(

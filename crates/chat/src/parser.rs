@@ -44,7 +44,7 @@ pub struct Choice {
     pub because: &'static str,
 }
 
-/// What a turn is read with.
+/// The context in which a turn is read.
 #[derive(Clone, Copy, Debug)]
 pub struct ParseContext<'a> {
     /// The tools that the model may call.

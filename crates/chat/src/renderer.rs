@@ -70,7 +70,7 @@ pub struct FirstTurn {
     pub special_tokens_escaped: usize,
 }
 
-/// What follows a turn of the model.
+/// The tokens that follow a turn of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Suffix {
     /// Token ids to append to the sampled ones: observations and generation prompt. None of them is an action of the model.

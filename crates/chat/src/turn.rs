@@ -20,11 +20,11 @@ pub struct Turn {
     pub content: String,
     /// The text of the reasoning, if there is any.
     pub reasoning_content: Option<String>,
-    /// What follows from the turn.
+    /// The consequence of the turn.
     pub outcome: Outcome,
 }
 
-/// What follows from a turn.
+/// The consequence of a turn.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
     /// The turn calls no tool.

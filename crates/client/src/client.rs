@@ -94,8 +94,8 @@ impl ClientBuilder {
         Self { api_key: Some(key.into()), ..self }
     }
 
-    /// Sets the Hugging Face token that is sent with every request, for gated and private models and datasets. The server does not
-    /// store it.
+    /// Sets the Hugging Face token that is sent with every request, for gated and private models and datasets. The server
+    /// does not store it.
     #[must_use]
     pub fn hub_token(self, token: impl Into<String>) -> Self {
         Self { hub_token: Some(token.into()), ..self }

@@ -325,8 +325,8 @@ pub trait Decode: Compute {
         None
     }
     /// Appends the remaining tokens of prompts to their keys and values in a layer, and computes the attention of these tokens:
-    /// `[tokens, q_width]`. `prompts` holds index and number of remaining tokens of each prompt, whose rows follow each other
-    /// in `qkv`.
+    /// `[tokens, q_width]`. `prompts` holds index and number of remaining tokens of each prompt, whose rows
+    /// follow each other in `qkv`.
     fn extend_prompts(
         &self,
         _cache: &mut Self::Cache,

@@ -122,7 +122,7 @@ struct LiveRow<'a> {
     /// Tokens that come first, and how many of them have been decoded.
     given: &'a [u32],
     num_given: usize,
-    /// The sampled tokens.
+    /// The tokens that were sampled after the given ones.
     ids: Vec<u32>,
     /// Log-probs of the sampled `ids`; `None` if the sampler filters tokens.
     logps: Option<Vec<f32>>,

@@ -30,7 +30,7 @@ pub enum Stream {
     Verdict,
     /// Order of the rows of a warm-up, and its dropout.
     WarmUp,
-    /// Seeds of environments.
+    /// Seeds that environments get for their episodes.
     Environment,
 }
 

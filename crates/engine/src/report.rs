@@ -401,7 +401,7 @@ fn sample(
             Some(_) | None => text.decode(&group.prompt_ids, false).map_err(EngineError::from)?,
         },
         completion: match &completion.episode {
-            // With special tokens, which separate the turns.
+            // Special tokens are kept, because they separate the turns.
             Some(_) => text.decode(&completion.segments.ids(), false).map_err(EngineError::from)?,
             None => text.decode(completion.segments.completion()?, true).map_err(EngineError::from)?,
         },

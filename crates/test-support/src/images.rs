@@ -1,7 +1,7 @@
 //! Small images and zips, made byte by byte so that tests can break them.
 
-/// Returns the beginning of a PNG file with this size in pixels: enough for everything that reads only headers. Two images of one size
-/// differ in `seed`.
+/// Returns the beginning of a PNG file with this size in pixels: enough for everything that reads only headers. Images of one
+/// size differ in their `seed`.
 pub fn png(width: u32, height: u32, seed: u8) -> Vec<u8> {
     let mut bytes = b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0dIHDR".to_vec();
     bytes.extend(width.to_be_bytes());

@@ -32,8 +32,8 @@ pub struct EpisodeLimits {
 /// The beginning of an episode.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Reset {
-    /// Seed of the environment's randomness: a function of the job's seed, the row and the epoch, and the same for all episodes of
-    /// a group.
+    /// Seed of the environment's randomness: a function of the job's seed, the row and the rollout. All episodes of a group have
+    /// the same one.
     pub seed: u64,
     /// The row's prompt as chat messages.
     pub messages: Vec<Value>,
@@ -88,7 +88,7 @@ pub enum EpisodeStop {
 }
 
 impl EpisodeStop {
-    /// All reasons.
+    /// All reasons, in the order of the metrics.
     pub const ALL: [EpisodeStop; 7] = [
         EpisodeStop::EnvDone,
         EpisodeStop::NoCall,
@@ -113,10 +113,10 @@ impl EpisodeStop {
     }
 }
 
-/// What the engine asks of an environment.
+/// A question to an environment.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Ask {
-    /// Begin the episode.
+    /// The beginning of an episode.
     Reset(Box<Reset>),
     /// Answer a turn of the model.
     Step(Box<Step>),
@@ -127,9 +127,9 @@ pub enum Ask {
 /// A question about one episode.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EpisodeCall {
-    /// The episode.
+    /// The episode that the question is about.
     pub episode: EpisodeId,
-    /// The question.
+    /// The question to the environment.
     pub ask: Ask,
 }
 
@@ -186,7 +186,7 @@ pub enum Reply {
     Failed {
         /// Stable code of the reason.
         code: String,
-        /// The reason.
+        /// The reason, in words.
         message: String,
     },
 }

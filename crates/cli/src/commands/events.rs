@@ -52,8 +52,8 @@ pub async fn run(context: &Context, args: &Events) -> Result<u8, CliError> {
     Ok(0)
 }
 
-/// Prints events until the job finishes, and returns the job. The server ends its stream later if the job has a verdict: when that
-/// is complete.
+/// Prints events until the job finishes, and returns the job. The server ends its stream later if the job has
+/// a verdict: when that is complete.
 async fn follow(context: &Context, id: JobId, after: i64) -> Result<Value, CliError> {
     let mut outage = OutageRetry::default();
     let mut updates = context.client.follow_job(id, after);

@@ -45,8 +45,8 @@ impl LocalRows {
         Ok(Self { path: path.to_owned(), name, size_bytes, state_key, mapping })
     }
 
-    /// Passes the rows to `take` in the form in which the server stores them, piece by piece. Returns whether the file is plain text with
-    /// valid rows.
+    /// Passes the rows to `take` in the form in which the server stores them, piece by piece. Returns whether the file is plain
+    /// text with valid rows.
     ///
     /// # Errors
     /// Fails when the file cannot be read.

@@ -18,7 +18,7 @@ use super::{brief, too_large};
 /// Maximum number of bytes that are read to find the list of files. A list of 100,000 files has about 12 MB.
 const MAX_LIST_BYTES: u64 = 32 << 20;
 
-/// An opened zip.
+/// A zip whose list of files has been read.
 #[derive(Debug)]
 pub(super) struct Archive {
     zip: ZipArchive<Metered<BufReader<File>>>,

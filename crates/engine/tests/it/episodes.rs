@@ -221,10 +221,10 @@ fn echo(episode: &EpisodeId, ask: &Ask) -> Reply {
         }
         Ask::Step(step) => {
             assert_eq!(step.session.as_deref(), Some("s"));
-            let letters: u32 = step.text.bytes().map(u32::from).sum();
+            let bytes: u32 = step.text.bytes().map(u32::from).sum();
             Reply::Step(StepAnswer {
                 messages: vec![user(format!("turn {} is over", step.turn))],
-                reward: Some(f64::from(letters % 7) / 7.0),
+                reward: Some(f64::from(bytes % 7) / 7.0),
                 done: step.turn == 1 && episode.index == 1,
                 ..StepAnswer::default()
             })

@@ -200,8 +200,8 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Where the sums of a tile start from and where they are stored: in the output, or at its edge, where the tile is wider, in a
-/// buffer.
+/// Where the sums of a tile start from and where they are stored: in the output, or in a
+/// buffer at its edge, where the tile is wider.
 pub(super) struct Place {
     pub from: *const f32,
     pub from_stride: usize,

@@ -37,7 +37,7 @@ pub struct EnvironmentClient {
     job: JobId,
 }
 
-/// What became of a request.
+/// The outcome of a request with all its tries.
 enum Answered {
     Body(String),
     Lost,
@@ -86,7 +86,7 @@ impl EnvironmentClient {
     /// Whether the server answers `env.ping`.
     ///
     /// # Errors
-    /// Returns why not.
+    /// Returns the reason for which it does not.
     pub async fn is_reachable(&self) -> Result<(), String> {
         let id = question_id(&format!("ping {}", self.job));
         let body = json!({"type": "env.ping", "version": "1", "id": id}).to_string();

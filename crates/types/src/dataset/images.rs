@@ -19,13 +19,13 @@ pub const MAX_IMAGES_PER_ROW: usize = 16;
 /// File formats of images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ImageFormat {
-    /// Portable Network Graphics.
+    /// PNG, Portable Network Graphics.
     #[serde(rename = "image/png")]
     Png,
-    /// JPEG.
+    /// JPEG, with any number of components.
     #[serde(rename = "image/jpeg")]
     Jpeg,
-    /// WebP.
+    /// WebP, lossy, lossless or extended.
     #[serde(rename = "image/webp")]
     Webp,
     /// GIF, of which models read the first frame.
@@ -63,9 +63,9 @@ pub struct ImageRef {
     pub sha256: Sha256Digest,
     /// Format of the image.
     pub media_type: ImageFormat,
-    /// Width, in pixels.
+    /// Width of the image, in pixels.
     pub width: u32,
-    /// Height, in pixels.
+    /// Height of the image, in pixels.
     pub height: u32,
 }
 

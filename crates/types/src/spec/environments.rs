@@ -11,7 +11,7 @@ use super::{
     RewardSecrets, ServicePlan,
 };
 
-/// Default of `environment.name`.
+/// Default of the setting `environment.name`.
 const NAME: &str = "environment";
 /// The name under which the environment's secrets are stored.
 pub const ENVIRONMENT_SECRET: &str = "environment:";

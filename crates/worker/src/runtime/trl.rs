@@ -13,7 +13,7 @@
 //! | `ranks.rs` | starts the processes, reads their connections, kills them |
 //! | `start.rs` | prepares a run |
 //! | `drive.rs` | answers their questions |
-//! | `state.rs` | what a run is told and remembers |
+//! | `state.rs` | the state of a run |
 //! | `rollout.rs` | puts the ranks' completions together: rewards, samples, metrics |
 //! | `failure.rs` | the failures of a job |
 //! | `checkpoint.rs` | turns the trainer's checkpoints into published ones, and back |

@@ -102,7 +102,7 @@ unsafe fn rounded_by_sum(value: __m512) -> __m512 {
     }
 }
 
-/// 1.5 · 2^16.
+/// The number 1.5 · 2^16, with which rounding begins.
 pub(super) const HIGH: f32 = 98_304.0;
 /// The bits of an f32 without its fraction: a power of two with its sign.
 pub(super) const POWER: i32 = 0xff80_0000_u32 as i32;

@@ -21,7 +21,7 @@ pub(in super::super::super) struct CodeBlock<'b> {
 
 #[cfg(target_arch = "x86_64")]
 impl CodeBlock<'_> {
-    /// Number of inputs.
+    /// Number of inputs of the matrix.
     pub fn inputs(&self) -> usize {
         self.lines.len() / GROUP_LINES * GROUP
     }

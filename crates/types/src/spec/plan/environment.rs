@@ -52,21 +52,21 @@ pub enum EnvironmentKind {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum EpisodeReturn {
-    /// Their sum.
+    /// The sum of all rewards.
     #[default]
     Sum,
-    /// The last one.
+    /// The last reward of the episode.
     Last,
 }
 
-/// What follows a turn whose calls are not valid.
+/// The consequence of a turn whose calls are not valid.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnParseError {
     /// The model reads what is wrong and may try again.
     #[default]
     Reply,
-    /// The episode ends.
+    /// The episode ends with that turn.
     End,
 }
 

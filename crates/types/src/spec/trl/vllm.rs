@@ -10,7 +10,7 @@ const PORT: u64 = 8000;
 /// TRL's default of `vllm_gpu_memory_utilization`.
 const MEMORY_SHARE: f64 = 0.3;
 
-/// What becomes of a key besides the address and the share of memory.
+/// The treatment of a key besides the address and the share of memory.
 enum Fate {
     /// It makes no difference.
     Ignored(&'static str),

@@ -1,4 +1,4 @@
-//! What a run of ranks is told and remembers: its host, a rank's connection, the current rollout.
+//! The state of a run of ranks: its host, a rank's connection, the current rollout.
 
 use std::time::Instant;
 
