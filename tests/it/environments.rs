@@ -14,7 +14,7 @@ use axum::{Json, Router};
 use rlood_client::Which;
 use serde_json::{Value, json};
 
-use crate::processes::{Server, model_copy, register, signal};
+use crate::processes::{Server, register, signal};
 
 const STEPS: u64 = 4;
 const SECRET: &str = "whsec_MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=";
@@ -85,7 +85,8 @@ async fn answer(State(environment): State<Environment>, headers: HeaderMap, body
             }
             let said = body["text"].as_str().unwrap();
             let vowels = said.chars().filter(|letter| "aeiou".contains(*letter)).count();
-            json!({"version": "1", "id": id, "reward": (vowels % 5) as f64 / 5.0, "done": body["turn"] == 2,
+            let luck = body["episode"]["index"].as_u64().unwrap() * 3 + body["turn"].as_u64().unwrap();
+            json!({"version": "1", "id": id, "reward": ((vowels as u64 + luck) % 5) as f64 / 5.0, "done": body["turn"] == 2,
                    "messages": [{"role": "user", "content": format!("{} letters.", said.len())}]})
         }
         "env.close.request" => {
@@ -129,8 +130,7 @@ fn spec(url: &str) -> Value {
 
 async fn start(dir: &Path) -> Server {
     let server = Server::start(&dir.join("data"), "cpu");
-    let model = model_copy(&dir.join("model"));
-    register(&server, "tiny", &model).await;
+    register(&server, "tiny", &Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny")).await;
     server
 }
 

@@ -14,6 +14,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "dataset",
     "digest",
     "doctor",
+    "environment",
     "error_text",
     "event",
     "failpoint",

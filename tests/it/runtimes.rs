@@ -202,7 +202,9 @@ async fn images_need_trl_and_a_model_that_reads_them_and_reach_workers_and_rewar
     );
     let inline = json!({"records": [row, row]});
     let refused = server.post("/jobs", crate::server::with(with("reader", "trl"), "dataset", inline)).await;
-    assert_eq!(codes(&refused.body), [("/dataset/records/0/images", "images_unsupported")], "{}", refused.text);
+    let found = codes(&refused.body);
+    let expected = ["/dataset/records/0/images", "/dataset/records/1/images"].map(|at| (at, "images_unsupported"));
+    assert_eq!(found, expected, "{}", refused.text);
 
     let claimed = server.state.store.job_claim(able, clock_ms(), 30_000).await.unwrap().unwrap();
     let (job, sha256) = (claimed.job, hex::encode(<sha2::Sha256 as sha2::Digest>::digest(&bytes)));

@@ -11,6 +11,7 @@ mod openai;
 mod parser;
 mod parsers;
 mod renderer;
+mod scan;
 mod schema;
 mod tools;
 mod turn;

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use serde_json::{Map, Value, json};
 
 use crate::parser::ToolParser;
-use crate::turn::ToolCall;
+use crate::turn::{SHORT_ID, ToolCall, is_short_id};
 
 /// The reason why a message cannot be shown to a chat template.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -103,14 +103,6 @@ fn prepare_result(fields: &mut Map<String, Value>, parser: ToolParser, names: &H
         fields.entry("name").or_insert_with(|| json!(name));
     }
     fields.insert("tool_call_id".to_owned(), json!(id_for(parser, &id)));
-}
-
-/// Number of characters of a call's id in Mistral's templates.
-const SHORT_ID: usize = 9;
-
-/// Whether Mistral's templates accept an id.
-pub(crate) fn is_short_id(id: &str) -> bool {
-    id.len() == SHORT_ID && id.bytes().all(|byte| byte.is_ascii_alphanumeric())
 }
 
 /// The id that a template of this family accepts. The same id always gives the same one.

@@ -88,6 +88,14 @@ impl ContentError {
     }
 }
 
+/// Number of characters of a call's id in Mistral's templates.
+pub(crate) const SHORT_ID: usize = 9;
+
+/// Whether Mistral's templates accept an id.
+pub(crate) fn is_short_id(id: &str) -> bool {
+    id.len() == SHORT_ID && id.bytes().all(|byte| byte.is_ascii_alphanumeric())
+}
+
 /// Maximum number of characters of a model's text that an error message repeats.
 const MAX_SHOWN_CHARS: usize = 64;
 

@@ -10,21 +10,18 @@ use rlood_chat::{Outcome, ParseContext, ToolParser, Tools, TurnRenderer, tool_ca
 use serde_json::{Value, json};
 
 use super::error::EngineError;
-use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
+use super::generate::{GeneratePrompt, Generated};
 use super::host::RunEnd;
-use super::model::Adapter;
+use super::prompts::TokenizedPrompt;
 use super::random::Key;
-use super::relief;
-use super::rollouts::Rollouts;
-use super::sampling::Sampler;
 use super::text::Text;
 use crate::environment::{
     Ask, Episode, EpisodeCall, EpisodeId, EpisodeLimits, EpisodeStop, EpisodeTurn, Reply, Reset, ResetAnswer, Step,
     StepAnswer,
 };
-use crate::event::FinishReason;
-use crate::spec::{EnvironmentPlan, EpisodeReturn, OnParseError};
-use rlood_types::rollout::{RolloutId, SampledGroup, Segment, Segments};
+use crate::event::{Event, FinishReason};
+use crate::spec::{EnvironmentPlan, EpisodeReturn, OnParseError, Plan};
+use rlood_types::rollout::{SampledGroup, Segment, Segments};
 
 /// Smallest number of tokens for an observation: an episode with less room than this and a turn has no further turn.
 const MIN_OBSERVATION_TOKENS: usize = 16;
@@ -131,77 +128,89 @@ impl Player {
     }
 }
 
-/// Plays all episodes of the rollout `id`: `num_generations` for each of these rows.
-pub(super) fn play(
-    rollouts: &mut Rollouts<'_>,
-    environment: &EnvironmentPlan,
-    id: RolloutId,
-    rows: &[u64],
-    (key, sampler): (Key, Sampler),
-) -> Result<Vec<SampledGroup>, RunEnd> {
-    let num_generations = rollouts.num_generations(id);
-    let text = &rollouts.data.text;
-    let kwargs = &rollouts.plan.sampling.chat_template_kwargs;
-    let renderer = TurnRenderer::new(text, kwargs).map_err(|error| EngineError::Prompts(error.to_string()))?;
+/// What the episodes need from the run.
+pub(super) trait Table {
+    /// Samples one completion for each prompt, each of at most `max_tokens` tokens.
+    fn generate(&mut self, prompts: &[GeneratePrompt<'_>], max_tokens: usize) -> Result<Vec<Generated>, RunEnd>;
+
+    /// Asks the environment. Returns one reply for each call.
+    fn ask(&mut self, calls: &[EpisodeCall]) -> Result<Vec<Reply>, RunEnd>;
+
+    /// Reports an event to the host.
+    fn event(&mut self, event: Event) -> Result<(), RunEnd>;
+}
+
+/// The episodes of one rollout.
+pub(super) struct Episodes<'a> {
+    pub plan: &'a Plan,
+    pub environment: &'a EnvironmentPlan,
+    pub text: &'a Text,
+    /// The prompts by dataset row.
+    pub prompts: &'a [TokenizedPrompt],
+    pub num_generations: NonZeroUsize,
+    /// The root key of the completions, and that of the environment's seeds.
+    pub keys: (Key, Key),
+}
+
+/// Plays all episodes of a rollout: `num_generations` for each of these rows.
+pub(super) fn play(table: &mut dyn Table, episodes: &Episodes<'_>, rows: &[u64]) -> Result<Vec<SampledGroup>, RunEnd> {
+    let Episodes { plan, environment, text, num_generations, .. } = *episodes;
+    let renderer = TurnRenderer::new(text, &plan.sampling.chat_template_kwargs);
+    let renderer = renderer.map_err(|error| EngineError::Prompts(error.to_string()))?;
     let parser = ToolParser::named(&environment.tool_parser)
         .unwrap_or_else(|| ToolParser::by_template(text.chat_template().unwrap_or_default()).parser);
     let game = Game {
+        episodes,
         environment,
         parser,
         opens_reasoning: renderer.opens_reasoning(),
         renderer,
-        text,
-        turn_tokens: rollouts.plan.sampling.max_completion_length as usize,
+        turn_tokens: plan.sampling.max_completion_length as usize,
     };
     let of_row = |&row: &u64| (0..num_generations.get() as u32).map(move |index| Player::new(row, index));
     let mut players: Vec<Player> = rows.iter().flat_map(of_row).collect();
     while players.iter().any(|player| !matches!(player.state, State::Over)) {
-        game.begin(rollouts, id, &mut players)?;
+        game.begin(table, &mut players)?;
         players.chunks_mut(num_generations.get()).for_each(find_shared);
-        let taken = game.take_turns(rollouts, &mut players, (key, sampler))?;
-        game.answer(rollouts, id, &mut players, taken)?;
+        let taken = game.take_turns(table, &mut players)?;
+        game.answer(table, &mut players, taken)?;
     }
     let close = |player: &Player| EpisodeCall { episode: player.id.clone(), ask: Ask::Close(player.record.stop) };
-    rollouts.host.environment(id, &players.iter().map(close).collect::<Vec<_>>())?;
-    let size = num_generations.get();
-    let mut groups = Vec::with_capacity(rows.len());
+    table.ask(&players.iter().map(close).collect::<Vec<_>>())?;
     let mut players = players.into_iter();
-    for &row in rows {
-        groups.push(game.group(rollouts, id, row, players.by_ref().take(size).collect()));
-    }
-    Ok(groups)
+    let groups = rows.iter().map(|&row| game.group(row, players.by_ref().take(num_generations.get()).collect()));
+    Ok(groups.collect())
 }
 
 /// The rules of the episodes.
 struct Game<'a> {
+    episodes: &'a Episodes<'a>,
     environment: &'a EnvironmentPlan,
     parser: ToolParser,
     opens_reasoning: bool,
     renderer: TurnRenderer<'a>,
-    text: &'a Text,
     /// Maximum number of tokens of a turn.
     turn_tokens: usize,
 }
 
 impl Game<'_> {
     /// Begins the episodes that have not begun.
-    fn begin(&self, rollouts: &mut Rollouts<'_>, id: RolloutId, players: &mut [Player]) -> Result<(), RunEnd> {
+    fn begin(&self, table: &mut dyn Table, players: &mut [Player]) -> Result<(), RunEnd> {
         loop {
             let new: Vec<usize> =
                 (0..players.len()).filter(|&place| matches!(players[place].state, State::New)).collect();
             if new.is_empty() {
                 return Ok(());
             }
-            let calls: Vec<EpisodeCall> =
-                new.iter().map(|&place| self.reset_call(rollouts, id, &players[place].id)).collect();
-            let replies = ask(rollouts, id, &calls)?;
+            let calls: Vec<EpisodeCall> = new.iter().map(|&place| self.reset_call(&players[place].id)).collect();
+            let replies = ask(table, &calls)?;
             for (&place, (call, reply)) in new.iter().zip(calls.iter().zip(replies)) {
                 let player = &mut players[place];
                 let Ask::Reset(reset) = &call.ask else { continue };
                 match reply {
                     Reply::Reset(answer) => {
                         if let Err(why) = self.open(player, &reset.messages, answer) {
-                            report_invalid(rollouts, &call.episode, &why)?;
+                            report_invalid(table, &call.episode, &why)?;
                             player.fail();
                         }
                     }
@@ -212,14 +221,14 @@ impl Game<'_> {
         }
     }
 
-    fn reset_call(&self, rollouts: &Rollouts<'_>, id: RolloutId, episode: &EpisodeId) -> EpisodeCall {
-        let prompt = &rollouts.data.prompts_of(id.phase)[episode.row as usize];
+    fn reset_call(&self, episode: &EpisodeId) -> EpisodeCall {
+        let prompt = &self.episodes.prompts[episode.row as usize];
         let messages = match &prompt.messages {
             Some(Value::Array(messages)) => messages.clone(),
             _ => vec![json!({"role": "user", "content": prompt.text})],
         };
         // The same for all episodes of the group, whatever their order.
-        let seed = rollouts.environment_key(id).with(episode.row).bits() >> 11;
+        let seed = self.episodes.keys.1.with(episode.row).bits() >> 11;
         let limits =
             EpisodeLimits { max_turns: self.environment.max_turns, max_tokens: self.environment.max_episode_tokens };
         let reset = Reset { seed, messages, columns: prompt.columns.clone(), limits };
@@ -256,61 +265,28 @@ impl Game<'_> {
     }
 
     /// Samples the next turn of all episodes that are not over. Returns each with its place.
-    fn take_turns(
-        &self,
-        rollouts: &mut Rollouts<'_>,
-        players: &mut [Player],
-        (key, sampler): (Key, Sampler),
-    ) -> Result<Vec<(usize, Taken)>, RunEnd> {
+    fn take_turns(&self, table: &mut dyn Table, players: &mut [Player]) -> Result<Vec<(usize, Taken)>, RunEnd> {
         let live: Vec<usize> =
             (0..players.len()).filter(|&place| matches!(players[place].state, State::Live)).collect();
         if live.is_empty() {
             return Ok(Vec::new());
         }
-        let prompt = |&place: &usize| {
+        let given: Vec<Vec<u32>> = live.iter().map(|&place| players[place].given()).collect();
+        let prompt = |(&place, given): (&usize, &Vec<u32>)| {
             let player = &players[place];
             let EpisodeId { row, index, attempt } = player.id;
-            (key.with(row).with(index.into()).with(attempt.into()).word(), player.shared(), player.given())
+            let word = self.episodes.keys.0.with(row).with(index.into()).with(attempt.into()).word();
+            (word, player.shared().to_vec(), given.clone())
         };
-        let prompts: Vec<(u64, &[u32], Vec<u32>)> = live.iter().map(prompt).collect();
-        let sampled = self.generate(rollouts, &prompts, (key, sampler))?;
+        let prompts: Vec<(u64, Vec<u32>, Vec<u32>)> = live.iter().zip(&given).map(prompt).collect();
+        let prompts: Vec<GeneratePrompt<'_>> =
+            prompts.iter().map(|(row, ids, given)| GeneratePrompt { row: *row, ids, given }).collect();
+        let sampled = table.generate(&prompts, self.turn_tokens)?;
         let mut taken = Vec::with_capacity(live.len());
         for (place, generated) in live.into_iter().zip(sampled) {
             taken.push((place, self.take(&mut players[place], generated)?));
         }
         Ok(taken)
-    }
-
-    fn generate(
-        &self,
-        rollouts: &mut Rollouts<'_>,
-        prompts: &[(u64, &[u32], Vec<u32>)],
-        (key, sampler): (Key, Sampler),
-    ) -> Result<Vec<Generated>, RunEnd> {
-        let prompts: Vec<GeneratePrompt<'_>> =
-            prompts.iter().map(|(row, ids, given)| GeneratePrompt { row: *row, ids, given }).collect();
-        let longest = prompts.iter().map(|prompt| prompt.ids.len() + prompt.given.len()).max().unwrap_or(0);
-        loop {
-            let request = GenerateRequest {
-                prompts: &prompts,
-                num_generations: NonZeroUsize::MIN,
-                sampler,
-                max_completion_length: self.turn_tokens,
-                stop: &[],
-                key,
-                eos_token_ids: rollouts.data.text.eos_token_ids(),
-                adapter: Adapter::On,
-                max_rows: relief::generation_rows(rollouts.model, rollouts.plan, longest + self.turn_tokens),
-            };
-            let stop = || rollouts.host.stop().is_some();
-            match generate(&rollouts.model.policy, &rollouts.data.text, &request, &stop) {
-                Ok(Some(completions)) => return Ok(completions.into_iter().flatten().collect()),
-                Ok(None) => return Err(rollouts.host.stopped()),
-                Err(error) => {
-                    relief::halve_batches(rollouts.model, error, rollouts.plan, rollouts.data, rollouts.host)?;
-                }
-            }
-        }
     }
 
     /// Adds a sampled turn to its episode, and finds out what to ask the environment.
@@ -323,7 +299,7 @@ impl Game<'_> {
             FinishReason::Stop => {
                 self.renderer.turn_text(&ids).map_err(|error| EngineError::Prompts(error.to_string()))?
             }
-            FinishReason::Length => self.text.decode(&ids, false)?,
+            FinishReason::Length => self.episodes.text.decode(&ids, false)?,
         };
         let context = ParseContext { tools: &player.tools, turn: number, opens_reasoning: self.opens_reasoning };
         let turn = self.parser.parse(&text, &context);
@@ -388,13 +364,7 @@ impl Game<'_> {
     }
 
     /// Asks the environment for the answers to these turns, and adds them to the episodes.
-    fn answer(
-        &self,
-        rollouts: &mut Rollouts<'_>,
-        id: RolloutId,
-        players: &mut [Player],
-        taken: Vec<(usize, Taken)>,
-    ) -> Result<(), RunEnd> {
+    fn answer(&self, table: &mut dyn Table, players: &mut [Player], taken: Vec<(usize, Taken)>) -> Result<(), RunEnd> {
         let (own, asked): (Vec<_>, Vec<_>) = taken.into_iter().partition(|(_, taken)| taken.own_reply.is_some());
         for (place, taken) in own {
             let messages: Vec<Value> = taken.own_reply.iter().cloned().collect();
@@ -405,13 +375,13 @@ impl Game<'_> {
             ask: Ask::Step(Box::new(taken.ask.clone())),
         };
         let calls: Vec<EpisodeCall> = asked.iter().map(call).collect();
-        let replies = ask(rollouts, id, &calls)?;
+        let replies = ask(table, &calls)?;
         for ((place, taken), (call, reply)) in asked.into_iter().zip(calls.iter().zip(replies)) {
             let player = &mut players[place];
             match reply {
                 Reply::Step(answer) => {
                     if let Err(why) = self.apply(player, &taken, answer) {
-                        report_invalid(rollouts, &call.episode, &why)?;
+                        report_invalid(table, &call.episode, &why)?;
                         player.fail();
                     }
                 }
@@ -468,11 +438,11 @@ impl Game<'_> {
     }
 
     /// Makes a group of its episodes. Their common beginning is the prompt; what differs after it is context.
-    fn group(&self, rollouts: &Rollouts<'_>, id: RolloutId, row: u64, players: Vec<Player>) -> SampledGroup {
-        let default = &rollouts.data.prompts_of(id.phase)[row as usize].ids;
+    fn group(&self, row: u64, players: Vec<Player>) -> SampledGroup {
+        let default = &self.episodes.prompts[row as usize].ids;
         let first = players.iter().find(|player| !player.segments.is_empty());
         let prompt = first.map_or(default.clone(), |player| player.shared().to_vec());
-        let end = rollouts.data.text.eos_token_ids().first().copied().unwrap_or(0);
+        let end = self.episodes.text.eos_token_ids().first().copied().unwrap_or(0);
         let completions = players.into_iter().map(|mut player| {
             let mut segments = Vec::new();
             if player.segments.is_empty() {
@@ -510,11 +480,11 @@ fn find_shared(group: &mut [Player]) {
 }
 
 /// Asks the environment. There is one reply for each call.
-fn ask(rollouts: &mut Rollouts<'_>, id: RolloutId, calls: &[EpisodeCall]) -> Result<Vec<Reply>, RunEnd> {
+fn ask(table: &mut dyn Table, calls: &[EpisodeCall]) -> Result<Vec<Reply>, RunEnd> {
     if calls.is_empty() {
         return Ok(Vec::new());
     }
-    let replies = rollouts.host.environment(id, calls)?;
+    let replies = table.ask(calls)?;
     if replies.len() != calls.len() {
         let message = format!("the host gave {} replies to {} calls of the environment", replies.len(), calls.len());
         return Err(RunEnd::Failed(EngineError::Input(message)));
@@ -558,8 +528,8 @@ fn count(number: usize) -> u32 {
 }
 
 /// Reports an answer that is not valid.
-fn report_invalid(rollouts: &mut Rollouts<'_>, episode: &EpisodeId, why: &str) -> Result<(), RunEnd> {
+fn report_invalid(table: &mut dyn Table, episode: &EpisodeId, why: &str) -> Result<(), RunEnd> {
     let message = format!("an answer of the environment for row {} is not valid: {why}", episode.row);
     let data = json!({"row": episode.row, "index": episode.index});
-    rollouts.host.event(crate::event::Event::Warning { code: "environment_answer".to_owned(), message, data })
+    table.event(Event::Warning { code: "environment_answer".to_owned(), message, data })
 }

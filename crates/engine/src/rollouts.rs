@@ -8,6 +8,7 @@ use rlood_types::rollout::{RewardSample, Segment};
 use serde_json::{Value, json};
 
 use super::certificate;
+use super::episodes::{self, Episodes, Table};
 use super::error::EngineError;
 use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
 use super::host::{
@@ -23,7 +24,7 @@ use super::report::StepSeconds;
 use super::rollout::{Batching, num_generations};
 use super::run::{Data, Model};
 use super::sampling::Sampler;
-use crate::environment::Episode;
+use crate::environment::{Episode, EpisodeCall, Reply};
 use crate::event::{Event, Phase, SamplePhase};
 use crate::spec::{Estimator, Plan};
 
@@ -195,7 +196,15 @@ impl Rollouts<'_> {
         }
         let plan = self.plan;
         if let Some(environment) = &plan.environment {
-            let mut groups = super::episodes::play(self, environment, id, rows, (key, sampler))?;
+            let episodes = Episodes {
+                plan,
+                environment,
+                text: &self.data.text,
+                prompts: self.data.prompts_of(id.phase),
+                num_generations: self.num_generations(id),
+                keys: (key, self.environment_key(id)),
+            };
+            let mut groups = episodes::play(&mut RolloutTable { rollouts: self, id, key, sampler }, &episodes, rows)?;
             if !id.is_trained() {
                 let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
                 completions.for_each(|completion| completion.segments.forget_logps());
@@ -411,6 +420,47 @@ impl Rollouts<'_> {
             SamplePhase::Eval => eval().unwrap_or(num_generations(self.plan)),
             SamplePhase::Train => num_generations(self.plan),
         }
+    }
+}
+
+/// The table of the episodes of one rollout.
+struct RolloutTable<'t, 'r> {
+    rollouts: &'t mut Rollouts<'r>,
+    id: RolloutId,
+    key: Key,
+    sampler: Sampler,
+}
+
+impl Table for RolloutTable<'_, '_> {
+    fn generate(&mut self, prompts: &[GeneratePrompt<'_>], max_tokens: usize) -> Result<Vec<Generated>, RunEnd> {
+        let Rollouts { host, plan, model, data, .. } = &mut *self.rollouts;
+        let longest = prompts.iter().map(|prompt| prompt.ids.len() + prompt.given.len()).max().unwrap_or(0);
+        loop {
+            let request = GenerateRequest {
+                prompts,
+                num_generations: NonZeroUsize::MIN,
+                sampler: self.sampler,
+                max_completion_length: max_tokens,
+                stop: &[],
+                key: self.key,
+                eos_token_ids: data.text.eos_token_ids(),
+                adapter: Adapter::On,
+                max_rows: relief::generation_rows(model, plan, longest + max_tokens),
+            };
+            match generate(&model.policy, &data.text, &request, &|| host.stop().is_some()) {
+                Ok(Some(completions)) => return Ok(completions.into_iter().flatten().collect()),
+                Ok(None) => return Err(host.stopped()),
+                Err(error) => relief::halve_batches(model, error, plan, data, *host)?,
+            }
+        }
+    }
+
+    fn ask(&mut self, calls: &[EpisodeCall]) -> Result<Vec<Reply>, RunEnd> {
+        self.rollouts.host.environment(self.id, calls)
+    }
+
+    fn event(&mut self, event: Event) -> Result<(), RunEnd> {
+        self.rollouts.host.event(event)
     }
 }
 

@@ -10,6 +10,7 @@ mod job;
 mod outer;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod pairs;
+mod place;
 pub(super) mod product;
 #[cfg(target_arch = "x86_64")]
 mod shared;

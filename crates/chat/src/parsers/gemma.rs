@@ -4,7 +4,7 @@
 use serde_json::{Map, Number, Value};
 
 use super::{llama3, python};
-use crate::parser::{RawArguments, RawCall, Scan};
+use crate::scan::{RawArguments, RawCall, Scan};
 use crate::tools::Tools;
 use crate::turn::{ContentError, ContentErrorKind, shortened};
 

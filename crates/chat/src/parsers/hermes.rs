@@ -1,6 +1,6 @@
 //! Qwen2.5, Qwen3 and Hermes: `<tool_call>` around a JSON object, several allowed.
 
-use crate::parser::{RawCall, Scan, json_prefix};
+use crate::scan::{RawCall, Scan, json_prefix};
 use crate::turn::ContentError;
 
 const OPEN: &str = "<tool_call>";

@@ -5,7 +5,7 @@
 use serde_json::Value;
 
 use super::python;
-use crate::parser::{RawArguments, RawCall, Scan, json_prefix};
+use crate::scan::{RawArguments, RawCall, Scan, json_prefix};
 use crate::tools::Tools;
 use crate::turn::ContentError;
 

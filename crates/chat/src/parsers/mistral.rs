@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::parser::{RawArguments, RawCall, Scan, json_prefix};
+use crate::scan::{RawArguments, RawCall, Scan, json_prefix};
 use crate::turn::{ContentError, ContentErrorKind, shortened};
 
 const MARK: &str = "[TOOL_CALLS]";

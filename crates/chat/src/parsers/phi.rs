@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::parser::{RawCall, Scan, json_prefix};
+use crate::scan::{RawCall, Scan, json_prefix};
 use crate::turn::ContentError;
 
 const FUNCTOOLS: &str = "functools[";

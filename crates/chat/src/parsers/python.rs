@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Number, Value};
 
-use crate::parser::{RawArguments, RawCall};
+use crate::scan::{RawArguments, RawCall};
 use crate::tools::Tools;
 use crate::turn::{ContentError, ContentErrorKind};
 

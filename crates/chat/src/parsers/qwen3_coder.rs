@@ -1,6 +1,6 @@
 //! Qwen3-Coder, Qwen3.5 and Nemotron 3: tags with the arguments as plain text.
 
-use crate::parser::{RawArguments, RawCall, Scan};
+use crate::scan::{RawArguments, RawCall, Scan};
 use crate::turn::{ContentError, ContentErrorKind, shortened};
 
 const OPEN: &str = "<tool_call>";

@@ -7,7 +7,7 @@ use super::super::pack::CodeRun;
 use super::super::pack::{Expand, Line, PANEL, PackDtype, PackedMatrix};
 #[cfg(target_arch = "x86_64")]
 use super::few;
-use super::job::Place;
+use super::place::Place;
 use super::tile::{AHEAD, INPUT_STRIDE, Kernels, LINE, MOST_ROWS, Tile, TileKernels, prefetch};
 use super::{Job, Rows, Side};
 

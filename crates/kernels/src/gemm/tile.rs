@@ -5,10 +5,7 @@ use super::super::pack::{EXPAND_PORTABLE, Expand, PANEL};
 use super::super::simd::{Portable, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::few;
-
-/// Number of elements from one packed row of inputs to the next. It is a constant, so that one register addresses all
-/// rows; an odd number of cache lines, so that rows are in different cache sets; and more than the depth of a block.
-pub(in super::super) const INPUT_STRIDE: usize = 1040;
+pub(in super::super) use super::few::INPUT_STRIDE;
 
 /// Maximum number of rows of any tile.
 pub(in super::super) const MOST_ROWS: usize = 12;

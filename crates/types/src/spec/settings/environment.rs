@@ -42,14 +42,22 @@ pub(in crate::spec) static ENVIRONMENT: Section = Section::new(
         Setting::variant("on_parse_error", variant_names::<OnParseError>).default(Variant("reply")),
         Setting::whole("max_parse_errors", 1, 100).default(Whole(2)),
         Setting::whole("max_restarts", 0, 100).default(Whole(1)),
-        Setting::whole("max_concurrency", 1, 256).default(Whole(32)),
-        Setting::whole("timeout_ms", 1, 86_400_000).default(Whole(30_000)),
+        Setting::whole("max_concurrency", 1, 256).doc("Maximum number of requests at a time.").default(Whole(32)),
+        Setting::whole("timeout_ms", 1, 86_400_000)
+            .doc("Time limit of one try, in milliseconds.")
+            .default(Whole(30_000)),
         Setting::whole("deadline_ms", 1, 604_800_000)
             .doc("Time limit of an answer including all tries, in milliseconds.")
             .default(Whole(600_000)),
-        Setting::whole("max_tries", 1, 100).default(Whole(5)),
-        Setting::whole("max_invalid_tries", 1, 100).default(Whole(2)),
-        Setting::whole("max_outage_s", 1, 604_800).default(Whole(600)),
+        Setting::whole("max_tries", 1, 100)
+            .doc("Tries in a row for transport errors and the statuses 408, 425, 429 and 5xx, before the waits grow.")
+            .default(Whole(5)),
+        Setting::whole("max_invalid_tries", 1, 100)
+            .doc("Number of answers to one request that may be invalid.")
+            .default(Whole(2)),
+        Setting::whole("max_outage_s", 1, 604_800)
+            .doc("Seconds without an answer after which the job pauses; it resumes when the server is back.")
+            .default(Whole(600)),
     ],
 )
 .of_plan(EnvironmentPlan::schema)

@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 
 use super::checkpoint;
 use super::environment::Environment;
-use super::failure::{failed, failure, shortened};
-use super::message::{Message, PROTOCOL, Part};
+use super::failure::{failed, failure};
+use super::message::{Message, PROTOCOL, Part, shortened};
 use super::ranks::{Incoming, Ranks};
 use super::rollout::{Scored, check_rows, groups_of, recorded_parts, reward_samples, trainer_metrics};
 use super::state::{Peer, Rolling, TrlHost};

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::failure::shortened;
+use super::message::shortened;
 use crate::spec::RuntimeFacts;
 
 /// The runner of a rank, as it is sent to Python.

@@ -4,11 +4,6 @@ use super::environment::Environment;
 use crate::engine::host::RunEnd;
 use crate::job::{Failure, FailureClass};
 
-pub(super) fn shortened(text: &str) -> String {
-    const MAX_BYTES: usize = 1000;
-    text[..text.floor_char_boundary(MAX_BYTES)].to_owned()
-}
-
 pub(super) fn not_started(environment: &Environment, source: &std::io::Error) -> RunEnd {
     failure(
         "runtime_unavailable",

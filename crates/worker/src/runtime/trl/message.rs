@@ -140,3 +140,9 @@ impl Message {
         }
     }
 }
+
+/// Returns the beginning of a text that a rank sent.
+pub(super) fn shortened(text: &str) -> String {
+    const MAX_BYTES: usize = 1000;
+    text[..text.floor_char_boundary(MAX_BYTES)].to_owned()
+}
