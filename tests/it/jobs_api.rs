@@ -152,7 +152,10 @@ async fn datasets_that_cannot_train_are_refused() {
     rows[3] = json!({"question": "?"});
     rows[5] = json!({"prompt": "x", "images": []});
     let (found, _) = refused(json!({"records": rows})).await;
-    assert_eq!(found[..2], ["/dataset/records/3/prompt missing_prompt", "/dataset/records/5/images images_unsupported"]);
+    assert_eq!(
+        found[..2],
+        ["/dataset/records/3/prompt missing_prompt", "/dataset/records/5/images images_unsupported"]
+    );
 }
 
 #[tokio::test]

@@ -92,6 +92,7 @@ const MIN_MICRO_BATCH_TOKENS: u32 = 256;
 
 /// Chooses the micro-batch size and estimates the run's memory (on the first of the devices that may run the job). Fails if the
 /// memory exceeds the limit.
+#[expect(clippy::too_many_lines, reason = "one search, then one literal with every field of the estimate")]
 pub(super) fn choose_micro_batch(
     plan: &mut Plan,
     model: &ModelFacts,

@@ -55,6 +55,7 @@ pub struct Resolution {
 }
 
 /// Resolves a job, or returns all of its errors. The list may be empty if facts about the model or the data are missing.
+#[expect(clippy::too_many_lines, reason = "one check after another, in the order in which errors are reported")]
 pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<FieldError>> {
     let mut errors = Vec::new();
     for (facts, at) in context.datasets() {

@@ -74,11 +74,16 @@ pub(super) fn read_vllm(keys: &Keys<'_>) -> Option<Value> {
         let Some(value) = keys.value(key) else { continue };
         match fate {
             Fate::Ignored(reason) if !is_off_value(value) => keys.ignore(key, *reason),
-            Fate::RefusedUnless(default, reason) if value.to_string() != *default => keys.refuse(key, *reason),
+            Fate::RefusedUnless(default, reason) if !is_json(value, default) => keys.refuse(key, *reason),
             Fate::Ignored(_) | Fate::RefusedUnless(..) => {}
         }
     }
     Some(Value::Object(rollout))
+}
+
+/// Whether a value is what this JSON text says.
+fn is_json(value: &Value, text: &str) -> bool {
+    serde_json::from_str::<Value>(text).is_ok_and(|other| other == *value)
 }
 
 /// Returns the server's address. TRL's default host means the same machine.
