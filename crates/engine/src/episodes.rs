@@ -3,6 +3,8 @@
 //! All episodes take turn k together, then the environment answers all of them, then follows turn k + 1. So a rollout is a function
 //! of the weights, the keys and the environment's answers: after an interruption the host finds the answers in its journal, and the
 //! same tokens are sampled again. Tokens are only appended. What the environment says is context: it has no score and no gradient.
+//!
+//! Longer than 500 lines: the rules of an episode are read together.
 
 use std::num::NonZeroUsize;
 
@@ -519,7 +521,7 @@ fn total(rule: EpisodeReturn, record: &Episode) -> Option<f64> {
     let rewards = || record.turns.iter().filter_map(|turn| turn.reward);
     match rule {
         EpisodeReturn::Sum => rewards().reduce(|sum, reward| sum + reward),
-        EpisodeReturn::Last => rewards().last(),
+        EpisodeReturn::Last => rewards().next_back(),
     }
 }
 

@@ -1,4 +1,6 @@
 //! Completions of the current policy: sampled, or read from the host's journal, and scored by the rewards.
+//!
+//! Longer than 500 lines: every source of completions, each a short function.
 
 use std::num::NonZeroUsize;
 use std::path::Path;

@@ -223,18 +223,13 @@ impl Attempt {
         let _ = graders.0.set(std::iter::once(&rewards).chain(&eval_rewards).cloned().collect());
         let reports = Reports::start(self.client.clone(), self.claim_ref, rewards.clone(), eval_rewards.clone());
         let waits_for_servers = watch::Sender::new(false);
-        // The ranks of TRL are asked to stop only by a signal, so a cancelled job need not wait for the usual interval.
-        let heartbeat = match claim.plan.runtime.name {
-            RuntimeName::Own => worker.heartbeat(),
-            RuntimeName::Trl => worker.heartbeat().min(MIN_HEARTBEAT_INTERVAL),
-        };
         let heartbeats = heartbeat_loop(
             self.client.clone(),
             self.claim_ref,
             self.stop.clone(),
             self.progress.clone(),
             rewards.clone(),
-            (heartbeat, waits_for_servers.subscribe()),
+            (interval_of_heartbeats(worker, &claim.plan), waits_for_servers.subscribe()),
         );
         let _heartbeats = AbortOnDropHandle::new(tokio::spawn(heartbeats));
 
@@ -561,6 +556,14 @@ impl EngineRun {
                 Err(RunEnd::Panicked)
             }
         }
+    }
+}
+
+/// Returns the interval between heartbeats. TRL's ranks are stopped only by a signal, so a cancelled job need not wait for the usual one.
+fn interval_of_heartbeats(worker: &Worker, plan: &Plan) -> Duration {
+    match plan.runtime.name {
+        RuntimeName::Own => worker.heartbeat(),
+        RuntimeName::Trl => worker.heartbeat().min(MIN_HEARTBEAT_INTERVAL),
     }
 }
 
