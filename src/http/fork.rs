@@ -25,8 +25,8 @@ use super::submit::stored::store_prompts;
 use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{
-    Arithmetic, FieldError, JobSpec, Plan, Reference, RewardPlan, RewardSecrets, WarmStartPlan, continues,
-    forked_document, resolve, rollout_secret_name,
+    Arithmetic, ENVIRONMENT_SECRET, EnvironmentPlan, FieldError, JobSpec, Plan, Reference, RewardPlan, RewardSecrets,
+    WarmStartPlan, continues, forked_document, resolve, rollout_secret_name,
 };
 use crate::store::{CheckpointRow, Fork, JobRow, NewJob, clock_ms};
 
@@ -237,8 +237,8 @@ fn ambiguous_reference(differ: &Option<String>) -> FieldError {
     FieldError::new("/warm_start", "required", detail)
 }
 
-/// Copies secrets and headers of the original's rewards to the new job's rewards, including those of the evaluation. A reward
-/// with a changed address gets none.
+/// Copies secrets and headers of the original's rewards to the new job's rewards, including those of the evaluation, and those of
+/// its rollout servers and its environment. One with a changed address gets none.
 fn copy_secrets(spec: &mut JobSpec, parent: &Plan, mut secrets: BTreeMap<String, RewardSecrets>) {
     let url = |reward: &RewardPlan| reward.kind.service().map(|service| service.url.clone());
     let before: BTreeMap<String, Option<String>> =
@@ -261,6 +261,11 @@ fn copy_secrets(spec: &mut JobSpec, parent: &Plan, mut secrets: BTreeMap<String,
         if let Some(key) = old.and_then(|old| secrets.remove(&rollout_secret_name(old))) {
             spec.secrets.entry(rollout_secret_name(index)).or_insert(key);
         }
+    }
+    let url = |environment: &EnvironmentPlan| environment.service.url.clone();
+    let is_same = spec.environment.as_ref().map(url) == parent.environment.as_ref().map(url);
+    if let Some(secret) = secrets.remove(ENVIRONMENT_SECRET).filter(|_| is_same) {
+        spec.secrets.entry(ENVIRONMENT_SECRET.to_owned()).or_insert(secret);
     }
 }
 

@@ -32,8 +32,8 @@ use crate::id::JobId;
 use crate::job::{Action, Failure, Requested, State as JobState};
 use crate::spec::format::{Format, write_job};
 use crate::spec::{
-    FieldError, Guarantees, Labels, Plan, RewardKind, RewardSecrets, RuntimeName, RuntimePlan, read_labels,
-    rollout_secret_name, submittable,
+    ENVIRONMENT_SECRET, FieldError, Guarantees, Labels, Plan, RewardKind, RewardSecrets, RuntimeName, RuntimePlan,
+    read_labels, rollout_secret_name, submittable,
 };
 use crate::store::{JobBeside, JobFilter, JobPatch, JobRow, clock_ms};
 
@@ -382,7 +382,7 @@ async fn patch_job(
 }
 
 /// Checks the new secrets of a PATCH, and returns them by the names under which they are stored. Only HTTP rewards have
-/// headers, and only `webhook` rewards sign requests.
+/// headers, and only `webhook` rewards and environments sign requests.
 async fn read_renewed(
     state: &AppState,
     id: JobId,
@@ -396,6 +396,10 @@ async fn read_renewed(
     for (name, renewed) in given {
         let pointer = format!("/reward_secrets/{}", name.replace('~', "~0").replace('/', "~1"));
         let num_servers = plan.rollout.as_ref().map_or(0, |rollout| rollout.servers.len());
+        if name == ENVIRONMENT_SECRET && plan.environment.is_some() {
+            secrets.insert(name, renewed);
+            continue;
+        }
         if (0..num_servers).any(|server| rollout_secret_name(server) == name) && renewed.secret.is_none() {
             secrets.insert(name, renewed);
             continue;

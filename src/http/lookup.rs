@@ -81,7 +81,7 @@ pub(super) async fn prepare(
     uploaded: Option<Prompts>,
     use_of_hub: UseOfHub,
 ) -> Result<Prepared, Problem> {
-    let mut errors = unreachable_rewards(state, spec).await?;
+    let mut errors = unreachable_services(state, spec).await?;
     let model = find_model(state, caller, (&spec.model, "/model"), use_of_hub, &mut errors).await?;
     // While the model is unknown, a chat template is assumed, because most models have one.
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
@@ -153,21 +153,22 @@ struct Found<'f> {
     warnings: &'f mut Vec<Warning>,
 }
 
-/// Finds reward URLs whose address is refused, as far as that is known without DNS. Names are checked when they are resolved.
-async fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<FieldError>, Problem> {
+/// Finds URLs of rewards and of the environment whose address is refused, as far as that is known without DNS. Names are checked when they are resolved.
+async fn unreachable_services(state: &AppState, spec: &JobSpec) -> Result<Vec<FieldError>, Problem> {
     let policy = reach::outgoing(state).await?;
-    let refused = |at: &str, index: usize, reward: &Value| match policy.check_url(reward.get("url")?.as_str()?) {
+    let refused = |at: String, service: &Value| match policy.check_url(service.get("url")?.as_str()?) {
         Err(error @ OutgoingError::Refused { .. }) => {
-            Some(FieldError::new(format!("{at}/{index}/url"), "address_refused", error.to_string()))
+            Some(FieldError::new(format!("{at}/url"), "address_refused", error.to_string()))
         }
-        // Other errors in a reward URL are reported when the job is parsed.
+        // Other errors in a URL are reported when the job is parsed.
         Ok(_) | Err(_) => None,
     };
     let lists = ["/rewards", "/eval/rewards", "/eval/guard/rewards"].into_iter().flat_map(|at| {
         let rewards = spec.redacted.pointer(at).and_then(Value::as_array).into_iter().flatten();
-        rewards.enumerate().map(move |(index, reward)| (at, index, reward))
+        rewards.enumerate().map(move |(index, reward)| (format!("{at}/{index}"), reward))
     });
-    Ok(lists.filter_map(|(at, index, reward)| refused(at, index, reward)).collect())
+    let environment = spec.redacted.get("environment").map(|environment| ("/environment".to_owned(), environment));
+    Ok(lists.chain(environment).filter_map(|(at, service)| refused(at, service)).collect())
 }
 
 /// Reads the model's properties and counts the tokens of prompts, until `stop` is set. Blocking.

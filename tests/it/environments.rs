@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::extract::State;
@@ -161,10 +162,23 @@ async fn a_job_with_an_environment_is_exact_and_ends_with_the_same_bytes_after_k
     }
     let turns = expected.1.iter().filter_map(|row| row["environment/turns/max"].as_f64()).fold(0.0, f64::max);
     assert!(turns >= 2.0, "some episodes have several turns: {turns}");
-    assert!(*environment.0.closed.lock().unwrap() > 0);
+    let closed = async {
+        while *environment.0.closed.lock().unwrap() == 0 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), closed).await.expect("episodes are closed");
     let view = server.get(&format!("/jobs/{job}")).await;
     assert!(!view.to_string().contains(SECRET), "secrets are never shown");
     assert_eq!(view["plan"]["rewards"][1]["type"], "environment");
+
+    // A fork keeps the secret: its requests are signed too.
+    let fork = json!({"from_step": 2, "overrides": {"training": {"max_steps": STEPS + 1}}});
+    let fork = server.post(&format!("/jobs/{job}/fork"), &fork).await;
+    server.job_in_state(fork["id"].as_str().unwrap(), "succeeded").await;
+    environment.assert_no_flaw();
+    let refused = server.post("/jobs/validate", &spec("http://169.254.169.254/env")).await;
+    assert_eq!(refused["errors"][0]["pointer"], "/environment/url", "{refused}");
 
     // The worker is killed in the middle.
     let job = server.submit(&document).await;

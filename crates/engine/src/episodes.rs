@@ -43,7 +43,7 @@ struct Player {
     record: Episode,
     /// Number of turns in a row with calls that are not valid.
     errors_in_a_row: u32,
-    /// What the episode needs next.
+    /// The next need of the episode.
     state: State,
 }
 
@@ -130,7 +130,7 @@ impl Player {
     }
 }
 
-/// What the episodes need from the run.
+/// The services of the run that the episodes need.
 pub(super) trait Table {
     /// Samples one completion for each prompt, each of at most `max_tokens` tokens.
     fn generate(&mut self, prompts: &[GeneratePrompt<'_>], max_tokens: usize) -> Result<Vec<Generated>, RunEnd>;

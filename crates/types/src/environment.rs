@@ -162,7 +162,7 @@ pub struct StepAnswer {
     /// Whether the episode is over.
     #[serde(default)]
     pub done: bool,
-    /// Numbers of the environment's own, by name.
+    /// Numbers of the environment's own, by name. They are accepted and not shown yet.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     #[schema(value_type = Object)]
     pub metrics: Map<String, Value>,

@@ -79,7 +79,7 @@ pub struct Sample {
     pub prompt_id: String,
     /// The prompt as text, as the model saw it (chat template applied).
     pub prompt: String,
-    /// The completion as text, without special tokens.
+    /// The completion as text, without special tokens. In a job with an environment, the whole episode with special tokens.
     pub completion: String,
     /// Value of each reward, by name; null = missing or not applicable.
     pub rewards: BTreeMap<String, Option<f64>>,

@@ -34,7 +34,7 @@ struct Played<'a> {
     escaped: usize,
 }
 
-/// What a turn led to.
+/// The outcome of a turn.
 #[derive(Debug, PartialEq)]
 enum After {
     Ended,

@@ -87,7 +87,7 @@ fn rows() -> Vec<PromptRow> {
 type Question = (RolloutId, EpisodeId, Option<u32>);
 type Answers = BTreeMap<Question, Reply>;
 
-/// What a test's environment answers.
+/// The answers of a test's environment.
 type Rules = fn(&EpisodeId, &Ask) -> Reply;
 
 /// A host with an environment of simple rules, and a journal that outlives it.

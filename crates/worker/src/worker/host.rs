@@ -18,7 +18,7 @@ use super::journal::Journal;
 use super::signals::{Progress, StopSignal, drops_work};
 use crate::engine::error::EngineError;
 use crate::engine::host::{Generated, Host, RunEnd, SampleRequest, SavedCheckpoint, Score, ScoreRequest, StopReason};
-use crate::environment::{EpisodeCall, Reply};
+use crate::environment::{Ask, EpisodeCall, Reply};
 use crate::error_text::with_causes;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::job::Failure;
@@ -320,6 +320,12 @@ impl Host for JobHost {
         let Some(environment) = self.environment.clone() else {
             return Err(RunEnd::Failed(EngineError::Input("the job has no environment".to_owned())));
         };
+        if calls.iter().all(|call| matches!(call.ask, Ask::Close(_))) {
+            // Nothing depends on the answers, so a slow server does not hold up the training.
+            let closing = calls.to_vec();
+            drop(self.runtime.spawn(async move { environment.ask(id, &closing).await }));
+            return Ok(vec![Reply::Closed; calls.len()]);
+        }
         let started = Instant::now();
         let replies = self.runtime.block_on(async {
             let mut asking = std::pin::pin!(environment.ask(id, calls));
