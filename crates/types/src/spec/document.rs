@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::environments::{ENVIRONMENT_SECRET, environment_reward, read_environment};
+use super::environments::{ENVIRONMENT_SECRET, environment_reward, read_environment, submittable_environment};
 use super::evaluation::{EvalSpec, read_eval};
 use super::foreign::advice;
 use super::oversight::{EarlyStoppingSpec, read_doctor, read_early_stopping};
@@ -194,7 +194,7 @@ pub fn submittable(plan: &Plan) -> Value {
     } = plan;
     let mut document = json!({
         "name": name, "model": model.id, "dataset": submittable_dataset(dataset), "eval": eval, "rewards": rewards, "rloo": rloo,
-        "sampling": sampling, "rollout": rollout, "environment": environment, "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
+        "sampling": sampling, "rollout": rollout, "environment": environment.as_ref().map(submittable_environment), "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
         "certificate": certificate, "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if !runtime.is_own() {

@@ -1,5 +1,7 @@
 //! Reads and checks the environment of a job.
 
+use serde_json::{Value, json};
+
 use super::facts::Context;
 use super::foreign::advice;
 use super::reader::{FieldError, Reader};
@@ -57,6 +59,23 @@ pub(super) fn read_environment(reader: Reader<'_>) -> Option<(EnvironmentPlan, R
     };
     reader.finish(advice);
     Some((plan, secrets))
+}
+
+/// Returns the environment of a plan as a job gives it: without the limits of [`ServicePlan`] that only rewards have.
+pub(super) fn submittable_environment(environment: &EnvironmentPlan) -> Value {
+    let mut section = json!(environment);
+    if let Some(section) = section.as_object_mut() {
+        let only_rewards = [
+            "max_batch_samples",
+            "max_batch_bytes",
+            "on_invalid",
+            "cache",
+            "min_valid_per_group",
+            "max_invalid_fraction",
+        ];
+        section.retain(|name, _| !only_rewards.contains(&name.as_str()));
+    }
+    section
 }
 
 /// The reward of a job with an environment that does not list it.
@@ -134,8 +153,6 @@ pub(super) fn check(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErr
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
-
     use super::*;
     use crate::spec::{DatasetFacts, Resolution, resolve, submittable};
 
@@ -201,7 +218,7 @@ mod tests {
             (json!({"environment": {"secret": "short"}}), "/environment/secret", "invalid_value"),
             (json!({"environment": {"max_episode_tokens": 10}}), "/environment/max_episode_tokens", "out_of_range"),
             (json!({"rloo": {"estimator": "remax"}}), "/rloo/estimator", "unsupported_with_environment"),
-            (json!({"rloo": {"overlap": true}}), "/rloo/overlap", "unsupported_with_environment"),
+            (json!({"rloo": {"overlap": true, "steps_per_generation": 2}}), "/rloo/overlap", "unsupported_with_environment"),
             (json!({"sampling": {"stop": ["\n"]}}), "/sampling/stop", "unsupported_with_environment"),
             (
                 json!({"rollout": {"engine": "vllm", "servers": [{"url": "http://10.0.0.8:8000"}]}}),
