@@ -76,6 +76,7 @@ pub fn of_estimator(rewards: &[Vec<f64>], estimator: Estimator) -> Vec<f64> {
         token_kl: &vec![vec![0.0]; rows.len()],
         dropped: &vec![false; rows.len()],
         greedy: &[],
+        turns: &[],
     };
     advantages(&rows, &config).advantages
 }

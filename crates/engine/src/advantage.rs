@@ -11,7 +11,7 @@ use std::num::NonZeroUsize;
 
 use rlood_types::rollout::RewardValue;
 
-use self::estimator::Estimate;
+use self::estimator::{Estimate, Turn};
 use super::rollout::num_generations;
 use crate::spec::{Combine, Estimator, Plan, RewardPlan, TieRule};
 
@@ -36,11 +36,22 @@ impl RewardWeight {
 /// `Renormalize` scales the applicable weights by Σ|w| / Σ_applicable|w|. `Nansum` is the rule of TRL: a missing reward
 /// contributes 0, nothing is scaled, and only a sample without any value is unscorable.
 pub fn combine_rewards(values: &[RewardValue], weights: &[RewardWeight], combine: Combine) -> Option<f64> {
+    weighted_sum(values, weights, combine).map(|(sum, scale)| sum * scale)
+}
+
+/// The factor that [`combine_rewards`] multiplies one reward's values with; 0 if the sample is unscorable.
+pub fn reward_factor(values: &[RewardValue], weights: &[RewardWeight], combine: Combine, reward: usize) -> f64 {
+    let weight = weights.get(reward).map_or(0.0, |weight| weight.weight);
+    weighted_sum(values, weights, combine).map_or(0.0, |(_, scale)| weight * scale)
+}
+
+/// The weighted sum of the applicable rewards, and the factor that makes up for the others; `None` = unscorable.
+fn weighted_sum(values: &[RewardValue], weights: &[RewardWeight], combine: Combine) -> Option<(f64, f64)> {
     let pairs = || values.iter().zip(weights);
     let applicable = || pairs().filter_map(|(value, weight)| value.number().map(|number| (number, weight.weight)));
     let sum: f64 = applicable().map(|(number, weight)| number * weight).sum();
     match combine {
-        Combine::Nansum => applicable().next().map(|_| sum),
+        Combine::Nansum => applicable().next().map(|_| (sum, 1.0)),
         Combine::Renormalize => {
             let lost = |(value, weight): (&RewardValue, &RewardWeight)| {
                 *value == RewardValue::Missing && weight.required && weight.weight != 0.0
@@ -51,7 +62,7 @@ pub fn combine_rewards(values: &[RewardValue], weights: &[RewardWeight], combine
                 return None;
             }
             // If all rewards are present the sum is not scaled, so that equal sums stay exactly equal.
-            Some(if present == all { sum } else { sum * (all / present) })
+            Some((sum, if present == all { 1.0 } else { all / present }))
         }
     }
 }
@@ -112,6 +123,8 @@ pub struct AdvantageRows<'a> {
     pub dropped: &'a [bool],
     /// Shaped reward of each group's greedy completion (P); empty unless the estimator is remax.
     pub greedy: &'a [Option<f64>],
+    /// The turns of each episode; empty unless the estimator is rloo_turns.
+    pub turns: &'a [Vec<Turn>],
 }
 
 /// All intermediate values between reward and advantage: one entry per row (B) or per group (P).
@@ -171,7 +184,7 @@ const TIED_STD: f64 = 1e-8;
 
 /// Computes the advantages of whole groups.
 pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advantages {
-    let AdvantageRows { rewards, task_rewards, token_kl, dropped, greedy } = *rows;
+    let AdvantageRows { rewards, task_rewards, token_kl, dropped, greedy, turns } = *rows;
     let num_generations = config.num_generations.get();
     let penalized: Vec<Option<f64>> = rewards
         .iter()
@@ -183,7 +196,7 @@ pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advanta
         rewards.chunks(num_generations).zip(penalized.chunks(num_generations)).enumerate()
     {
         estimates.extend(match config.estimator {
-            Estimator::Rloo => estimator::rloo(penalized, config.ties),
+            Estimator::Rloo | Estimator::RlooTurns => estimator::rloo(penalized, config.ties),
             Estimator::Grpo => estimator::grpo(penalized, config.ties),
             Estimator::DrGrpo => estimator::dr_grpo(penalized, config.ties),
             Estimator::Remax => estimator::remax(penalized, greedy.get(index).copied().flatten()),
@@ -201,6 +214,12 @@ pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advanta
         Estimator::ReinforcePp => estimator::reinforce_pp(&kept, token_kl, config.beta),
         Estimator::ReinforcePpBaseline => {
             estimator::reinforce_pp_baseline(&kept, config.num_generations, config.ties, token_kl, config.beta)
+        }
+        Estimator::RlooTurns => {
+            let groups = kept.chunks(num_generations).zip(turns.chunks(num_generations));
+            let groups = groups.zip(token_kl.chunks(num_generations));
+            let of_group = |((rewards, turns), kl)| estimator::rloo_turns(rewards, turns, kl, config.beta, config.ties);
+            groups.flat_map(of_group).collect()
         }
         Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo | Estimator::Remax | Estimator::Reinforce => Vec::new(),
     };
@@ -327,7 +346,8 @@ mod tests {
 
     fn of(rewards: &[Option<f64>], dropped: &[bool], config: &AdvantageConfig) -> Advantages {
         let token_kl = vec![vec![0.0]; rewards.len()];
-        let rows = AdvantageRows { rewards, task_rewards: rewards, token_kl: &token_kl, dropped, greedy: &[] };
+        let rows =
+            AdvantageRows { rewards, task_rewards: rewards, token_kl: &token_kl, dropped, greedy: &[], turns: &[] };
         advantages(&rows, config)
     }
 

@@ -5,17 +5,19 @@ use std::ops::Range;
 
 use rlood_types::rollout::Score;
 
+use super::advantage::estimator::Turn;
 use super::advantage::shape::{RewardShape, RewardStats, ShapedRewards};
 use super::advantage::{
-    AdvantageConfig, AdvantageRows, Advantages, RewardWeight, advantages, combine_rewards, is_tied, sequence_kl,
-    token_kl,
+    AdvantageConfig, AdvantageRows, Advantages, RewardWeight, advantages, combine_rewards, is_tied, reward_factor,
+    sequence_kl, token_kl,
 };
 use super::error::{EngineError, Result};
 use super::host::{Rollout, RolloutCompletion, RolloutGroup};
 use super::loss::{Denominators, RowAdvantage};
 use super::rollout::{is_included, num_generations};
+use crate::environment::EpisodeTurn;
 use crate::event::FinishReason;
-use crate::spec::{Estimator, Plan};
+use crate::spec::{Estimator, Plan, RewardKind};
 use crate::trajectory::Trajectory;
 
 /// Log-probs of model tokens, one entry per completion, in block order.
@@ -43,6 +45,8 @@ pub struct BlockValues {
     pub reward_stats: RewardStats,
     /// Shaped rewards of the greedy completions, one per group; empty unless the estimator is remax.
     pub greedy: Vec<Option<f64>>,
+    /// The turns of each episode, with their parts of the reward; empty unless the estimator is rloo_turns.
+    pub turns: Vec<Vec<Turn>>,
     /// Completion lengths in model tokens.
     pub lengths: Vec<usize>,
     /// False for truncated completions that are masked.
@@ -89,6 +93,7 @@ impl Block {
             weighted: completions()
                 .map(|completion| combine_rewards(&completion.score.values, &weights, plan.rloo.combine))
                 .collect(),
+            turns: turns(&rollout, plan, &weights),
             lengths: rollout.lengths(),
             included: completions()
                 .map(|completion| is_included(completion.finish_reason, plan.rloo.mask_truncated_completions))
@@ -172,6 +177,26 @@ impl Block {
     }
 }
 
+/// Returns the turns of all episodes, if the estimator needs them.
+fn turns(rollout: &Rollout, plan: &Plan, weights: &[RewardWeight]) -> Vec<Vec<Turn>> {
+    if plan.rloo.estimator != Estimator::RlooTurns {
+        return Vec::new();
+    }
+    let paid = plan.rewards.iter().position(|reward| matches!(reward.kind, RewardKind::Environment));
+    let of_episode = |completion: &RolloutCompletion| -> Vec<Turn> {
+        let values = &completion.score.values;
+        let pays = |at: &usize| values.get(*at).is_some_and(|value| value.number().is_some());
+        let factor = paid.filter(pays).map_or(0.0, |at| reward_factor(values, weights, plan.rloo.combine, at));
+        let turns = completion.episode.iter().flat_map(|episode| &episode.turns);
+        let turn = |turn: &EpisodeTurn| Turn {
+            num_tokens: turn.num_tokens as usize,
+            reward: turn.reward.map_or(0.0, |reward| factor * reward),
+        };
+        turns.map(turn).collect()
+    };
+    rollout.groups.iter().flat_map(|group| &group.completions).map(of_episode).collect()
+}
+
 impl BlockValues {
     /// Computes the advantages of the groups in `rows`, in order. Their log-probs must be known if
     /// the reward includes KL.
@@ -185,8 +210,9 @@ impl BlockValues {
                 rewards: &self.rewards.shaped[rows.clone()],
                 task_rewards: &self.rewards.task[rows.clone()],
                 token_kl: &token_kl,
-                dropped: &self.dropped[rows],
+                dropped: &self.dropped[rows.clone()],
                 greedy: self.greedy.get(groups).unwrap_or_default(),
+                turns: self.turns.get(rows.clone()).unwrap_or_default(),
             },
             &config,
         );

@@ -54,6 +54,8 @@
 //! | 41 | overlap: the next block is sampled by the policy before this one is trained, its old log-probs are that policy's | [`ahead`] | `an_overlapped_block_is_sampled_by_the_policy_before_the_last_block`; `tests/it/{resume,interrupt}.rs` | Noukhovitch et al. 2024 (arXiv 2410.18252) |
 //! | 42 | warm-up: cross-entropy on answers, one denominator a step, through the same head; then a fresh optimizer | `warm_up`, [`loss::cross_entropy`] | `tests/it/warm_up.rs` against torch and PEFT | Ouyang et al. 2022 (arXiv 2203.02155) |
 //! | 43 | rollout servers: old log-probs are always the trained model's own; importance weights multiply the policy's terms after the clip and before a KL penalty in the loss; a masked row keeps its reward in its siblings' baseline and its place in 1/B | [`mismatch`], `rollouts::Rollouts::sample_on_servers` | `tests/it/servers.rs` | TRL's GRPOTrainer (`vllm_importance_sampling_*`) |
+//! | 44 | episodes: only the model's own tokens have log-probs, KL, ratio, entropy and gradient; what the environment says is context and is not projected to the vocabulary | [`rlood_types::trajectory`], `episodes` | `context_is_in_no_number_of_the_loss`, `tests/it/episodes.rs` | TRL's GRPOTrainer (`tool_mask`) |
+//! | 45 | `rloo_turns`: the rewards from a turn on, minus the mean of the other episodes' from the same turn on, 0 for those without it | [`advantage::estimator::rloo_turns`] | `context_is_in_no_number_of_the_loss`, `a_turn_has_the_advantage_of_what_it_and_later_turns_earned` | arXiv 2505.11821 |
 
 pub mod advantage;
 pub mod ahead;

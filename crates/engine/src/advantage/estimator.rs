@@ -106,6 +106,61 @@ pub fn reinforce_pp_baseline(
     reinforce_pp(&centred, token_kl, beta)
 }
 
+/// A turn of an episode: its tokens in the completion, and its part of the completion's shaped reward.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Turn {
+    /// Number of the model's tokens in the turn.
+    pub num_tokens: usize,
+    /// The part of the completion's reward that the turn earned; the rest of the reward is earned at the end.
+    pub reward: f64,
+}
+
+/// RLOO by turns, for one group of episodes: A_ik = G_ik − Σ_{j≠i} G_jk/(n − 1) for all tokens of turn k of episode i. G_jk is the
+/// reward that episode j earned from turn k to its end, minus beta times its KL from there on; 0 if it has no turn k. Only the n
+/// scorable episodes count. The first turn's advantage is that of [`rloo`]. Unbiased, because G_jk does not depend on episode i
+/// (arXiv 2505.11821 and 2510.01051 use returns of turns, with other baselines).
+///
+/// `rewards`, `turns` and `token_kl` have one entry per episode; `token_kl` one number per trained token. Returns one advantage per
+/// trained token, zeros for an unscorable episode and in a group with fewer than two scorable ones.
+pub fn rloo_turns(
+    rewards: &[Option<f64>],
+    turns: &[Vec<Turn>],
+    token_kl: &[Vec<f64>],
+    beta: f64,
+    ties: TieRule,
+) -> Vec<Vec<f64>> {
+    let episodes = rewards.iter().zip(turns).zip(token_kl);
+    let returns: Vec<Option<Vec<f64>>> =
+        episodes.map(|((reward, turns), kl)| reward.map(|reward| turn_returns(reward, turns, kl, beta))).collect();
+    let most = turns.iter().map(Vec::len).max().unwrap_or(0);
+    let from_turn = |turn: usize| -> Vec<Option<Estimate>> {
+        let rest = |returns: &Option<Vec<f64>>| Some(returns.as_ref()?.get(turn).copied().unwrap_or(0.0));
+        rloo(&returns.iter().map(rest).collect::<Vec<_>>(), ties)
+    };
+    let of_turns: Vec<Vec<Option<Estimate>>> = (0..most).map(from_turn).collect();
+    let row = |(row, (turns, kl)): (usize, (&Vec<Turn>, &Vec<f64>))| {
+        let advantage = |turn: usize| of_turns[turn][row].map_or(0.0, |estimate| estimate.advantage);
+        let tokens = turns.iter().enumerate().map(|(turn, of)| std::iter::repeat_n(advantage(turn), of.num_tokens));
+        let mut tokens: Vec<f64> = tokens.flatten().collect();
+        tokens.resize(kl.len(), 0.0);
+        tokens
+    };
+    turns.iter().zip(token_kl).enumerate().map(row).collect()
+}
+
+/// What an episode earned from each turn to its end. An episode without trained tokens has no KL.
+fn turn_returns(reward: f64, turns: &[Turn], token_kl: &[f64], beta: f64) -> Vec<f64> {
+    let (mut paid, mut first) = (0.0, 0);
+    let from_turn = |turn: &Turn| {
+        // If beta = 0, no reference pass runs, so there is no KL to multiply.
+        let kl: f64 = if beta == 0.0 { 0.0 } else { token_kl.iter().skip(first).sum() };
+        let rest = reward - paid - beta * kl;
+        (paid, first) = (paid + turn.reward, first + turn.num_tokens);
+        rest
+    };
+    turns.iter().map(from_turn).collect()
+}
+
 /// The undiscounted return from each token to the end.
 fn returns(reward: f64, token_kl: &[f64], beta: f64) -> Vec<f64> {
     let mut rest = reward;

@@ -10,8 +10,8 @@ use rlood_types::environment::{Ask, EpisodeCall, EpisodeId, EpisodeStop, Reply, 
 use rlood_types::event::{Event, SamplePhase};
 use rlood_types::rollout::{RewardSample, RewardValue, SampledGroup, Segment};
 use rlood_types::spec::{
-    EnvironmentKind, EnvironmentPlan, EpisodeReturn, EvalPlan, Loss, OnInvalid, OnParseError, Plan, RewardKind,
-    ServicePlan,
+    EnvironmentKind, EnvironmentPlan, EpisodeReturn, Estimator, EvalPlan, Loss, OnInvalid, OnParseError, Plan,
+    RewardKind, ServicePlan,
 };
 use serde_json::{Value, json};
 
@@ -236,14 +236,23 @@ fn echo(episode: &EpisodeId, ask: &Ask) -> Reply {
 #[test]
 fn the_first_log_ratio_is_0_over_all_turns_and_only_the_models_tokens_count() {
     let (_dir, model) = model();
-    for (loss, uses) in [(Loss::Sequence, 1), (Loss::TokenMean, 1), (Loss::Sequence, 2)] {
+    let mut adapters = Vec::new();
+    for (loss, uses, estimator) in [
+        (Loss::Sequence, 1, Estimator::Rloo),
+        (Loss::TokenMean, 1, Estimator::Rloo),
+        (Loss::Sequence, 2, Estimator::Rloo),
+        (Loss::TokenMean, 1, Estimator::RlooTurns),
+        (Loss::TokenMean, 2, Estimator::RlooTurns),
+    ] {
         let mut plan = plan_of(environment());
-        plan.rloo.loss = loss;
+        (plan.rloo.loss, plan.rloo.estimator) = (loss, estimator);
         plan.rloo.num_iterations = uses;
         plan.training.max_steps *= u64::from(uses);
         plan.eval = Some(EvalPlan { temperature: 1.0, ..EvalPlan::of_dataset(plan.dataset.clone(), 2) });
         let mut host = Playing::new(echo);
         assert_eq!(host.run(&model, &plan), None);
+        assert!(!adapters.contains(&host.adapter()), "{estimator:?} with {loss:?} trains something else");
+        adapters.push(host.adapter());
         let metrics = host.host.metrics(SamplePhase::Train);
         for (step, metrics) in metrics.iter().filter(|(step, _)| (step - 1) % u64::from(uses) == 0) {
             assert_eq!(metrics["sampling/log_ratio_max"], Some(0.0), "step {step}");

@@ -32,6 +32,7 @@ mod servers;
 mod serving;
 mod sources;
 mod train;
+mod trajectories;
 mod variants;
 mod vectors;
 mod warm_up;

@@ -149,6 +149,7 @@ fn case(report: &mut Report, case: &Value) {
         token_kl: &token_kl,
         dropped: &vec![false; lengths.len()],
         greedy: &[],
+        turns: &[],
     };
     let result = advantages(&advantage_rows, &advantage_config);
     let epsilon = config["epsilon"].as_f64().expect("epsilon");
@@ -323,6 +324,7 @@ fn estimators(report: &mut Report, section: &Value) {
             token_kl: &token_kl,
             dropped: &vec![false; rewards.len()],
             greedy: &greedy,
+            turns: &[],
         };
         advantages(&rows, &config)
     };

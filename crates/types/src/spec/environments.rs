@@ -9,8 +9,8 @@ use super::rewards::{read_secrets, read_url};
 use super::runtime_spec::RuntimeChoice;
 use super::settings::{ENVIRONMENT, Values};
 use super::{
-    EnvironmentKind, EnvironmentPlan, Estimator, JobSpec, MAX_ABS_REWARD, OnInvalid, RewardKind, RewardPlan,
-    RewardSecrets, ServicePlan, ToolPlan,
+    EnvironmentKind, EnvironmentPlan, EpisodeReturn, Estimator, JobSpec, MAX_ABS_REWARD, OnInvalid, RewardKind,
+    RewardNormalization, RewardPlan, RewardSecrets, ServicePlan, ToolPlan,
 };
 
 /// Default of the setting `environment.name`.
@@ -186,6 +186,10 @@ pub(super) fn check(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErr
         errors.push(FieldError::new(format!("/rewards/{index}/type"), "needs_environment", detail));
     }
     let Some(environment) = &spec.environment else {
+        if spec.rloo.estimator == Estimator::RlooTurns {
+            let detail = "rloo_turns gives each turn of an episode its own advantage, and this job has no episodes: add the section environment, or use rloo";
+            errors.push(FieldError::new("/rloo/estimator", "needs_environment", detail));
+        }
         if let Some(index) = judged {
             let detail = "the job has no environment: add the section environment, or remove this reward";
             errors.push(FieldError::new(format!("/rewards/{index}/type"), "needs_environment", detail));
@@ -215,6 +219,7 @@ pub(super) fn check(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErr
         let detail = format!("a job with an environment does not support {what}: {remedy}");
         FieldError::new(at, "unsupported_with_environment", detail)
     }));
+    check_turn_advantages(spec, environment, errors);
     let turn = spec.sampling.max_completion_length;
     if environment.max_episode_tokens < turn {
         let detail = format!(
@@ -240,6 +245,38 @@ pub(super) fn check(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErr
         );
         errors.push(FieldError::new("/environment/max_episode_tokens", "out_of_range", detail));
     }
+}
+
+/// Checks that the reward of an episode is a sum over its turns, as `rloo_turns` needs it.
+fn check_turn_advantages(spec: &JobSpec, environment: &EnvironmentPlan, errors: &mut Vec<FieldError>) {
+    if spec.rloo.estimator != Estimator::RlooTurns {
+        return;
+    }
+    let rloo = &spec.rloo;
+    let cases = [
+        (
+            environment.kind == EnvironmentKind::Tools,
+            "/rloo/estimator",
+            "tools, whose turns have no rewards,",
+            "use an environment",
+        ),
+        (environment.total == EpisodeReturn::Last, "/environment/return", "return 'last'", "use 'sum'"),
+        (
+            rloo.reward_normalization != RewardNormalization::None,
+            "/rloo/reward_normalization",
+            "normalized rewards",
+            "set it to 'none'",
+        ),
+        (rloo.reward_clip_range.is_some(), "/rloo/reward_clip_range", "clipped rewards", "leave it out"),
+        (rloo.normalize_advantages, "/rloo/normalize_advantages", "normalized advantages", "set it to false"),
+    ];
+    let refused = cases.into_iter().filter(|(is_refused, ..)| *is_refused);
+    errors.extend(refused.map(|(_, at, what, remedy)| {
+        let detail = format!(
+            "estimator 'rloo_turns' divides the reward of an episode among its turns, which {what} do not allow: {remedy}, or use estimator 'rloo'"
+        );
+        FieldError::new(at, "conflict", detail)
+    }));
 }
 
 #[cfg(test)]
@@ -328,6 +365,22 @@ mod tests {
             ),
             (json!({"sampling": {"stop": ["\n"]}}), "/sampling/stop", "unsupported_with_environment"),
             (
+                json!({"rloo": {"estimator": "rloo_turns"}, "environment": {"return": "last"}}),
+                "/environment/return",
+                "conflict",
+            ),
+            (
+                json!({"rloo": {"estimator": "rloo_turns", "reward_clip_range": [0, 1]}}),
+                "/rloo/reward_clip_range",
+                "conflict",
+            ),
+            (
+                json!({"rloo": {"estimator": "rloo_turns", "normalize_advantages": true}}),
+                "/rloo/normalize_advantages",
+                "conflict",
+            ),
+            (json!({"rloo": {"estimator": "rloo_turns", "loss": "sequence"}}), "/rloo/loss", "conflict"),
+            (
                 json!({"rollout": {"engine": "vllm", "servers": [{"url": "http://10.0.0.8:8000"}]}}),
                 "/rollout",
                 "unsupported_with_environment",
@@ -339,6 +392,9 @@ mod tests {
         assert_eq!(resolved(json!({}), false).unwrap_err(), error("/environment", "no_chat_template"));
         let without = json!({"environment": null, "rewards": [{"type": "environment"}]});
         assert_eq!(resolved(without, true).unwrap_err(), error("/rewards/0/type", "needs_environment"));
+        let without =
+            json!({"environment": null, "rewards": [{"type": "length"}], "rloo": {"estimator": "rloo_turns"}});
+        assert_eq!(resolved(without, true).unwrap_err(), error("/rloo/estimator", "needs_environment"));
         let too_long = json!({"environment": {"max_episode_tokens": 100_000}});
         assert_eq!(resolved(too_long, true).unwrap_err(), error("/environment/max_episode_tokens", "out_of_range"));
     }

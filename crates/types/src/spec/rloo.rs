@@ -95,7 +95,7 @@ pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
             "GRPO's own loss is 'seq_mean_token_mean' (DAPO's 'token_mean', GSPO's 'gspo'); 'sequence' is RLOO's";
         warn("loss", "loss_of_another_method", detail.to_owned());
     }
-    if rloo.normalize_advantages && rloo.estimator.has_token_advantages() {
+    if rloo.normalize_advantages && rloo.estimator.whitens() {
         let detail =
             format!("estimator '{estimator}' whitens its advantages itself; normalize_advantages changes nothing");
         warn("normalize_advantages", "already_normalized", detail);

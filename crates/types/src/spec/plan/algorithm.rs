@@ -97,7 +97,7 @@ impl RlooPlan {
 
     /// Whether advantages depend on the whole block rather than on their group alone.
     pub fn whitens_advantages(&self) -> bool {
-        self.normalize_advantages || self.estimator.has_token_advantages()
+        self.normalize_advantages || self.estimator.whitens()
     }
 }
 
@@ -120,11 +120,19 @@ pub enum Estimator {
     Remax,
     /// The reward without a baseline.
     Reinforce,
+    /// For episodes of several turns: what a turn and those after it earned, minus the mean of the prompt's other episodes from the
+    /// same turn on.
+    RlooTurns,
 }
 
 impl Estimator {
     /// Whether every token has its own advantage.
     pub fn has_token_advantages(self) -> bool {
+        self.whitens() || self == Estimator::RlooTurns
+    }
+
+    /// Whether the estimator normalizes its advantages over the whole block.
+    pub fn whitens(self) -> bool {
         matches!(self, Estimator::ReinforcePp | Estimator::ReinforcePpBaseline)
     }
 

@@ -35,6 +35,9 @@ const NOTES: [(&str, &str); 2] = [("warm_up", "
 - Estimators `reinforce_pp` and `reinforce_pp_baseline` give every token its own advantage; with them, `loss` must be one of
   `token_mean`, `seq_mean_token_mean` and `dr_grpo`. `remax` also scores one greedy completion per prompt. `remax` and
   `reinforce` allow `num_generations` 1.
+- `rloo_turns` needs an environment whose `return` is `sum`. It gives the tokens of a turn the rewards of that turn and of those after it,
+  minus the mean of the other episodes from the same turn on, so `loss` must be one over tokens too, and rewards and advantages must be
+  neither normalized nor clipped.
 - `kl_in` `reward` requires `k1`; `kl_in` `loss` requires `k3` or `k2`.
 - Rewards are first normalized (`reward_normalization`), then clipped (`reward_clip_range`); `length_penalty` and
   `soft_overlong` are applied after clipping.
