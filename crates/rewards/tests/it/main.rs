@@ -13,3 +13,4 @@ mod reward_values;
 mod rewards;
 mod service;
 mod ssrf;
+mod tools;
