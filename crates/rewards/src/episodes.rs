@@ -7,6 +7,7 @@ use crate::client::RewardClient;
 use crate::environment::{EpisodeCall, Reply};
 use crate::id::JobId;
 use crate::journal::Journal;
+use crate::openenv::OpenenvClient;
 use crate::questions::Questions;
 use crate::rollout::RolloutId;
 use crate::spec::{ENVIRONMENT_SECRET, EnvironmentKind, EnvironmentPlan, RewardSecrets};
@@ -19,8 +20,9 @@ use crate::{BuildError, RewardFailure};
 pub struct EpisodeServer(Kind);
 
 enum Kind {
-    Contract(EnvironmentClient),
-    Tools(ToolsClient),
+    Contract(Box<EnvironmentClient>),
+    Tools(Box<ToolsClient>),
+    Openenv(Box<OpenenvClient>),
 }
 
 /// What an [`EpisodeServer`] uses of its job.
@@ -46,10 +48,14 @@ impl EpisodeServer {
             EnvironmentKind::Http => {
                 let own = secrets.get(ENVIRONMENT_SECRET).cloned().unwrap_or_default();
                 let client = EnvironmentClient::new(plan, &own, client, job)?;
-                Kind::Contract(client.with_journal(journal).with_status(status))
+                Kind::Contract(Box::new(client.with_journal(journal).with_status(status)))
             }
-            EnvironmentKind::Tools | EnvironmentKind::Openenv => {
-                Kind::Tools(ToolsClient::new(plan, secrets, client, (questions(journal), status))?)
+            EnvironmentKind::Tools => {
+                Kind::Tools(Box::new(ToolsClient::new(plan, secrets, client, (questions(journal), status))?))
+            }
+            EnvironmentKind::Openenv => {
+                let own = secrets.get(ENVIRONMENT_SECRET).cloned().unwrap_or_default();
+                Kind::Openenv(Box::new(OpenenvClient::new(plan, &own, client, (questions(journal), status))?))
             }
         }))
     }
@@ -62,6 +68,7 @@ impl EpisodeServer {
         match &self.0 {
             Kind::Contract(client) => client.ask(rollout, calls).await,
             Kind::Tools(client) => client.ask(rollout, calls).await,
+            Kind::Openenv(client) => client.ask(rollout, calls).await,
         }
     }
 
@@ -70,6 +77,7 @@ impl EpisodeServer {
         match &self.0 {
             Kind::Contract(_) => {}
             Kind::Tools(client) => client.close().await,
+            Kind::Openenv(client) => client.close(),
         }
     }
 }

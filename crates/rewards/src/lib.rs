@@ -39,6 +39,7 @@ pub mod http_client;
 pub mod journal;
 pub mod local;
 mod meter;
+mod openenv;
 pub mod python;
 mod questions;
 mod redact;

@@ -56,6 +56,9 @@ enum Server {
     Http(Endpoint, HttpToolPlan),
 }
 
+/// The calls of a turn that go to one server, with their places in the turn; `None` = no server has the tool.
+type CallsOfServer<'a> = (Option<&'a Server>, Vec<(usize, &'a Value)>);
+
 /// A call of a tool.
 pub(crate) struct Call<'a> {
     /// Id of the call, the same in every try and every attempt at the job.
@@ -211,7 +214,7 @@ impl ToolsClient {
         if step.is_final || calls.is_empty() {
             return Ok(Reply::Step(StepAnswer::default()));
         }
-        let mut by_server: Vec<(Option<&Server>, Vec<(usize, &Value)>)> = Vec::new();
+        let mut by_server: Vec<CallsOfServer<'_>> = Vec::new();
         for (index, call) in calls.iter().enumerate() {
             let name = call["function"]["name"].as_str().unwrap_or_default();
             let server = self.servers.iter().find(|server| server.answers(name));
@@ -341,9 +344,44 @@ impl ToolsClient {
 }
 
 /// Returns an answer as the model reads it: a text as it is, anything else as JSON.
-fn answer_text(answer: &Value) -> String {
+pub(crate) fn answer_text(answer: &Value) -> String {
     match answer {
         Value::String(text) => text.clone(),
         other => other.to_string(),
+    }
+}
+
+/// Returns the text of a tool's result. Parts that are no text are named, because the model reads text.
+pub(crate) fn content_text(result: &Value) -> String {
+    let parts = result["content"].as_array().map(Vec::as_slice).unwrap_or_default();
+    if parts.is_empty() {
+        let structured = result.get("structuredContent").or_else(|| result.get("structured_content"));
+        return structured.map(answer_text).unwrap_or_default();
+    }
+    let text = |part: &Value| match part["type"].as_str() {
+        Some("text") => part["text"].as_str().unwrap_or_default().to_owned(),
+        Some("resource") if part["resource"]["text"].is_string() => answer_text(&part["resource"]["text"]),
+        Some("resource" | "resource_link") => {
+            let uri = part["uri"].as_str().or(part["resource"]["uri"].as_str()).unwrap_or_default();
+            format!("(resource {uri})")
+        }
+        Some(kind) => format!("({kind} left out)"),
+        None => String::new(),
+    };
+    parts.iter().map(text).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_of_a_result_is_its_text_parts_and_names_the_others() {
+        let text = |parts: Value| content_text(&json!({"content": parts, "structuredContent": {"a": 1}}));
+        assert_eq!(text(json!([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])), "one\ntwo");
+        assert_eq!(text(json!([{"type": "image", "data": "…", "mimeType": "image/png"}])), "(image left out)");
+        assert_eq!(text(json!([{"type": "resource_link", "uri": "file:///a"}])), "(resource file:///a)");
+        assert_eq!(text(json!([])), r#"{"a":1}"#);
+        assert_eq!(content_text(&json!({})), "");
     }
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tokio::sync::Mutex;
 
 use super::endpoint::{Endpoint, MAX_BYTES, Trouble, trouble_of};
-use super::{Call, answer_text};
+use super::{Call, content_text};
 
 /// The version that the client asks for. A server may answer with another one, which is then used.
 const VERSION: &str = "2025-06-18";
@@ -259,38 +259,4 @@ fn answer_in(body: &[u8], id: &str) -> Option<Answer> {
         return Some(Answer::Error { code: error["code"].as_i64().unwrap_or_default(), message: text });
     }
     message.get("result").cloned().map(Answer::Result)
-}
-
-/// Returns the text of a tool's result. Parts that are no text are named, because the model reads text.
-fn content_text(result: &Value) -> String {
-    let parts = result["content"].as_array().map(Vec::as_slice).unwrap_or_default();
-    if parts.is_empty() {
-        return result.get("structuredContent").map(answer_text).unwrap_or_default();
-    }
-    let text = |part: &Value| match part["type"].as_str() {
-        Some("text") => part["text"].as_str().unwrap_or_default().to_owned(),
-        Some("resource") if part["resource"]["text"].is_string() => answer_text(&part["resource"]["text"]),
-        Some("resource" | "resource_link") => {
-            let uri = part["uri"].as_str().or(part["resource"]["uri"].as_str()).unwrap_or_default();
-            format!("(resource {uri})")
-        }
-        Some(kind) => format!("({kind} left out)"),
-        None => String::new(),
-    };
-    parts.iter().map(text).collect::<Vec<_>>().join("\n")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_text_of_a_result_is_its_text_parts_and_names_the_others() {
-        let text = |parts: Value| content_text(&json!({"content": parts, "structuredContent": {"a": 1}}));
-        assert_eq!(text(json!([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])), "one\ntwo");
-        assert_eq!(text(json!([{"type": "image", "data": "…", "mimeType": "image/png"}])), "(image left out)");
-        assert_eq!(text(json!([{"type": "resource_link", "uri": "file:///a"}])), "(resource file:///a)");
-        assert_eq!(text(json!([])), r#"{"a":1}"#);
-        assert_eq!(content_text(&json!({})), "");
-    }
 }

@@ -7,6 +7,7 @@ mod corpus;
 mod environment;
 mod journal;
 mod judge;
+mod openenv;
 mod python;
 mod reward_load;
 mod reward_values;
