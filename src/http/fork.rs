@@ -238,7 +238,7 @@ fn ambiguous_reference(differ: &Option<String>) -> FieldError {
 }
 
 /// Copies secrets and headers of the original's rewards to the new job's rewards, including those of the evaluation, and those of
-/// its rollout servers and its environment. One with a changed address gets none.
+/// its rollout servers, its environment and its tools. One with a changed address gets none.
 fn copy_secrets(spec: &mut JobSpec, parent: &Plan, mut secrets: BTreeMap<String, RewardSecrets>) {
     let url = |reward: &RewardPlan| reward.kind.service().map(|service| service.url.clone());
     let before: BTreeMap<String, Option<String>> =
@@ -266,6 +266,12 @@ fn copy_secrets(spec: &mut JobSpec, parent: &Plan, mut secrets: BTreeMap<String,
     let is_same = spec.environment.as_ref().map(url) == parent.environment.as_ref().map(url);
     if let Some(secret) = secrets.remove(ENVIRONMENT_SECRET).filter(|_| is_same) {
         spec.secrets.entry(ENVIRONMENT_SECRET.to_owned()).or_insert(secret);
+    }
+    for tool in spec.environment.iter().flat_map(|environment| &environment.tools) {
+        let is_same = parent.tools().any(|old| (old.name(), old.url()) == (tool.name(), tool.url()));
+        if let Some(secret) = secrets.remove(&tool.secret_name()).filter(|_| is_same) {
+            spec.secrets.entry(tool.secret_name()).or_insert(secret);
+        }
     }
 }
 

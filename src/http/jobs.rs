@@ -400,6 +400,10 @@ async fn read_renewed(
             secrets.insert(name, renewed);
             continue;
         }
+        if plan.tools().any(|tool| tool.secret_name() == name) && renewed.secret.is_none() {
+            secrets.insert(name, renewed);
+            continue;
+        }
         if (0..num_servers).any(|server| rollout_secret_name(server) == name) && renewed.secret.is_none() {
             secrets.insert(name, renewed);
             continue;

@@ -153,17 +153,20 @@ struct Found<'f> {
     warnings: &'f mut Vec<Warning>,
 }
 
-/// Finds URLs of rewards and of the environment whose address is refused, as far as that is known without DNS. Names are checked when they are resolved.
+/// Finds URLs of rewards, of tools and of the environment whose address is refused, as far as that is known without DNS. Names are checked when they are resolved.
 async fn unreachable_services(state: &AppState, spec: &JobSpec) -> Result<Vec<FieldError>, Problem> {
     let policy = reach::outgoing(state).await?;
-    let refused = |at: String, service: &Value| match policy.check_url(service.get("url")?.as_str()?) {
-        Err(error @ OutgoingError::Refused { .. }) => {
-            Some(FieldError::new(format!("{at}/url"), "address_refused", error.to_string()))
+    let refused = |at: String, service: &Value| {
+        let field = if service.get("server_url").is_some() { "server_url" } else { "url" };
+        match policy.check_url(service.get(field)?.as_str()?) {
+            Err(error @ OutgoingError::Refused { .. }) => {
+                Some(FieldError::new(format!("{at}/{field}"), "address_refused", error.to_string()))
+            }
+            // Other errors in a URL are reported when the job is parsed.
+            Ok(_) | Err(_) => None,
         }
-        // Other errors in a URL are reported when the job is parsed.
-        Ok(_) | Err(_) => None,
     };
-    let lists = ["/rewards", "/eval/rewards", "/eval/guard/rewards"].into_iter().flat_map(|at| {
+    let lists = ["/rewards", "/eval/rewards", "/eval/guard/rewards", "/tools"].into_iter().flat_map(|at| {
         let rewards = spec.redacted.pointer(at).and_then(Value::as_array).into_iter().flatten();
         rewards.enumerate().map(move |(index, reward)| (format!("{at}/{index}"), reward))
     });

@@ -15,8 +15,8 @@ use crate::id::JobId;
 use crate::reward::client::{Pace, RewardClient};
 use crate::reward::webhook::{EnvironmentClient, Webhook};
 use crate::spec::{
-    ENVIRONMENT_SECRET, EnvironmentPlan, Plan, RewardKind, RewardPlan, RewardSecrets, RolloutServerPlan,
-    rollout_secret_name,
+    ENVIRONMENT_SECRET, EnvironmentKind, EnvironmentPlan, Plan, RewardKind, RewardPlan, RewardSecrets,
+    RolloutServerPlan, ToolPlan, rollout_secret_name,
 };
 use crate::store::{Store, StoreError, clock_ms};
 
@@ -44,6 +44,8 @@ enum Contact {
     Reward(Box<RewardPlan>),
     /// The address of a rollout server's health check.
     Rollout(String),
+    /// The address of a tool, or of an environment that is no server of rlood's contract.
+    Presence(String),
     /// The environment of this job.
     Environment(Box<EnvironmentPlan>, JobId),
 }
@@ -190,6 +192,10 @@ impl Service {
                 // The worker reports the error, and the job fails.
                 Err(_) => true,
             },
+            Contact::Presence(url) => {
+                let timeout = Duration::from_millis(PING_TIMEOUT_MS);
+                client.check_presence(url, &self.secrets.headers, timeout).await.is_ok()
+            }
             Contact::Rollout(url) => {
                 let timeout = Duration::from_millis(PING_TIMEOUT_MS);
                 client.check_answer(url, &self.secrets.headers, timeout).await.is_ok()
@@ -217,11 +223,7 @@ async fn services(store: &Store, job: JobId) -> Result<Needed, StoreError> {
             servers.map(server).collect()
         }
         _ if row.status_reason.as_deref() == Some("environment_outage") => {
-            let of = |plan: &EnvironmentPlan| {
-                let contact = Contact::Environment(Box::new(plan.clone()), job);
-                (contact, plan.service.url.clone(), ENVIRONMENT_SECRET.to_owned())
-            };
-            plan.environment.iter().map(of).collect()
+            plan.environment.iter().flat_map(|environment| contacts_of(environment, job)).collect()
         }
         Some(_) | None => required(&plan)
             .map(|(reward, url, name)| (Contact::Reward(Box::new(reward.clone())), url.to_owned(), name))
@@ -233,12 +235,28 @@ async fn services(store: &Store, job: JobId) -> Result<Needed, StoreError> {
         let headers = secrets.headers.iter().flat_map(|(name, value)| [name.clone(), value.clone()]);
         let kind = match &contact {
             Contact::Reward(reward) => Some(std::mem::discriminant(&reward.kind)),
-            Contact::Rollout(_) | Contact::Environment(..) => None,
+            Contact::Rollout(_) | Contact::Presence(_) | Contact::Environment(..) => None,
         };
         let address = Address { kind, url, secrets: keys.into_iter().chain(headers).collect() };
         (address, contact, secrets)
     });
     Ok(Needed { services: found.collect(), any_is_enough })
+}
+
+/// Returns the servers of an environment or of tools, with their URLs and the names of their secrets.
+fn contacts_of(plan: &EnvironmentPlan, job: JobId) -> Vec<(Contact, String, String)> {
+    let url = plan.service.url.clone();
+    match plan.kind {
+        EnvironmentKind::Http => {
+            vec![(Contact::Environment(Box::new(plan.clone()), job), url, ENVIRONMENT_SECRET.to_owned())]
+        }
+        EnvironmentKind::Openenv => vec![(Contact::Presence(url.clone()), url, ENVIRONMENT_SECRET.to_owned())],
+        EnvironmentKind::Tools => {
+            let of =
+                |tool: &ToolPlan| (Contact::Presence(tool.url().to_owned()), tool.url().to_owned(), tool.secret_name());
+            plan.tools.iter().map(of).collect()
+        }
+    }
 }
 
 /// Returns the rewards whose outage can pause the job, their URLs, and the names of their secrets.

@@ -99,7 +99,7 @@ impl Player {
 
     /// The part of the prompt that all episodes of the group share. Training computes it once.
     fn shared(&self) -> &[u32] {
-        &self.prompt[..self.num_shared]
+        &self.prompt[..self.num_shared.min(self.prompt.len())]
     }
 
     /// All tokens after that.
@@ -173,21 +173,25 @@ pub(super) fn play(table: &mut dyn Table, episodes: &Episodes<'_>, rows: &[u64])
     };
     let of_row = |&row: &u64| (0..num_generations.get() as u32).map(move |index| Player::new(row, index));
     let mut players: Vec<Player> = rows.iter().flat_map(of_row).collect();
-    while players.iter().any(|player| !matches!(player.state, State::Over)) {
-        game.begin(table, &mut players)?;
-        for group in players.chunks_mut(num_generations.get()) {
-            if find_shared(group) {
-                report_different_openings(table, group)?;
-            }
+    for open in players.chunks_mut(num_open(environment.max_open_episodes, num_generations.get())) {
+        if open.len() < num_generations.get() {
+            // The others of the group begin later, so their common beginning is not known yet.
+            open.iter_mut().for_each(|player| player.num_shared = 1);
         }
-        let taken = game.take_turns(table, &mut players)?;
-        game.answer(table, &mut players, taken)?;
+        game.play_open(table, open)?;
     }
-    let close = |player: &Player| EpisodeCall { episode: player.id.clone(), ask: Ask::Close(player.record.stop) };
-    table.ask(&players.iter().map(close).collect::<Vec<_>>())?;
     let mut players = players.into_iter();
     let groups = rows.iter().map(|&row| game.group(row, players.by_ref().take(num_generations.get()).collect()));
     Ok(groups.collect())
+}
+
+/// Number of episodes that are open at a time: whole groups, if one fits.
+fn num_open(most: Option<u32>, num_generations: usize) -> usize {
+    match most.map(|most| most as usize) {
+        None => usize::MAX,
+        Some(most) if most >= num_generations => most - most % num_generations,
+        Some(most) => most.max(1),
+    }
 }
 
 /// The rules of the episodes.
@@ -202,6 +206,23 @@ struct Game<'a> {
 }
 
 impl Game<'_> {
+    /// Plays episodes that are open at the same time, and closes them.
+    fn play_open(&self, table: &mut dyn Table, players: &mut [Player]) -> Result<(), RunEnd> {
+        while players.iter().any(|player| !matches!(player.state, State::Over)) {
+            self.begin(table, players)?;
+            for group in players.chunks_mut(self.episodes.num_generations.get()) {
+                if find_shared(group) {
+                    report_different_openings(table, group)?;
+                }
+            }
+            let taken = self.take_turns(table, players)?;
+            self.answer(table, players, taken)?;
+        }
+        let close = |player: &Player| EpisodeCall { episode: player.id.clone(), ask: Ask::Close(player.record.stop) };
+        table.ask(&players.iter().map(close).collect::<Vec<_>>())?;
+        Ok(())
+    }
+
     /// Begins the episodes that have not begun.
     fn begin(&self, table: &mut dyn Table, players: &mut [Player]) -> Result<(), RunEnd> {
         loop {

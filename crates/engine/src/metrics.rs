@@ -9,6 +9,7 @@ use super::host::Rollout;
 use super::loss::{RowLoss, total_loss};
 use crate::environment::{Episode, EpisodeStop, EpisodeTurn, StepAnswer};
 use crate::event::{FinishReason, Metrics};
+use crate::spec::EnvironmentKind;
 
 /// A scored rollout, with one entry per completion.
 #[derive(Debug, Clone, Copy)]
@@ -52,8 +53,9 @@ pub fn rollout_metrics(rows: &RolloutRows<'_>) -> Metrics {
     metrics
 }
 
-/// Computes environment/… of a rollout's episodes; empty without an environment. Lengths are in tokens.
-pub fn episode_metrics(rollout: &Rollout) -> Metrics {
+/// Computes environment/… of a rollout's episodes; empty without an environment. Lengths are in tokens. With tools alone no episode
+/// has a reward of its own, and those are missing that a failed tool has broken off.
+pub fn episode_metrics(rollout: &Rollout, kind: Option<EnvironmentKind>) -> Metrics {
     let completions: Vec<_> = rollout.completions().map(|(_, completion)| completion).collect();
     let episodes: Vec<&Episode> = completions.iter().filter_map(|completion| completion.episode.as_deref()).collect();
     if episodes.is_empty() {
@@ -69,7 +71,11 @@ pub fn episode_metrics(rollout: &Rollout) -> Metrics {
     let returns: Vec<f64> = episodes.iter().filter_map(|episode| episode.total).collect();
     insert("return_mean", mean(&returns));
     insert("return_std", sample_std(&returns));
-    insert("missing_fraction", mean(&of(&|episode| f64::from(u8::from(episode.total.is_none())))));
+    let is_missing = |episode: &Episode| match kind {
+        Some(EnvironmentKind::Tools) => episode.stop == EpisodeStop::Failed,
+        Some(EnvironmentKind::Http | EnvironmentKind::Openenv) | None => episode.total.is_none(),
+    };
+    insert("missing_fraction", mean(&of(&|episode| f64::from(u8::from(is_missing(episode))))));
     insert("restart_fraction", mean(&of(&|episode| f64::from(u8::from(episode.restarts > 0)))));
     insert("restarts", Some(of(&|episode| f64::from(episode.restarts)).iter().sum()));
     let escaped = of(&|episode| f64::from(episode.special_tokens_escaped));

@@ -91,7 +91,7 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
             lengths: &block.rollout.lengths(),
             finish_reasons: &block.rollout.finish_reasons(),
         }));
-        metrics.extend(episode_metrics(&block.rollout));
+        metrics.extend(episode_metrics(&block.rollout, plan.environment.as_ref().map(|environment| environment.kind)));
         if values.results.advantages.len() == block.len() {
             metrics.extend(advantage_metrics(&values.results));
         }
@@ -355,7 +355,7 @@ pub(super) fn evaluation(
         lengths: &rollout.lengths(),
         finish_reasons: &rollout.finish_reasons(),
     });
-    metrics.extend(episode_metrics(rollout));
+    metrics.extend(episode_metrics(rollout, plan.environment.as_ref().map(|environment| environment.kind)));
     metrics.insert("entropy".into(), Some(entropy(likely.iter().map(|score| (score.entropies.as_slice(), true)))));
     if !reference.is_empty() {
         let rows = likely.iter().zip(reference);

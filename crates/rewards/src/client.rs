@@ -6,10 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use reqwest::Client;
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 
 use super::cache::Cache;
 use crate::http_client::restricted_client_builder;
 use crate::outgoing::OutgoingPolicy;
+use crate::spec::RewardSecrets;
 use rlood_types::error_text::with_causes;
 
 /// The shared resources of a worker's rewards. Cheap to clone.
@@ -73,6 +75,28 @@ impl RewardClient {
         }
     }
 
+    /// Checks that a GET request to `url` is answered within `timeout` by anything but 408, 429 and 5xx: the service is there, though it
+    /// may not answer GET.
+    ///
+    /// # Errors
+    /// Returns why not: the policy refuses the address, no answer, or another status.
+    pub async fn check_presence(
+        &self,
+        url: &str,
+        headers: &BTreeMap<String, String>,
+        timeout: Duration,
+    ) -> Result<(), String> {
+        let url = self.policy.check_url(url).map_err(|error| error.to_string())?;
+        let request = headers.iter().fold(self.http.get(url), |request, (name, value)| request.header(name, value));
+        match request.timeout(timeout).send().await {
+            Ok(response) => match response.status().as_u16() {
+                408 | 429 | 500..=599 => Err(format!("it answered {}", response.status())),
+                _ => Ok(()),
+            },
+            Err(error) => Err(with_causes(&error)),
+        }
+    }
+
     /// Returns the factor on waits (see [`Pace`]).
     pub fn pace(&self) -> Pace {
         self.pace
@@ -82,6 +106,19 @@ impl RewardClient {
     pub fn policy(&self) -> &OutgoingPolicy {
         &self.policy
     }
+}
+
+/// Converts the headers of a job's service.
+pub(crate) fn user_headers(secrets: &RewardSecrets) -> Result<HeaderMap, String> {
+    let mut headers = HeaderMap::new();
+    for (header, value) in &secrets.headers {
+        let name = HeaderName::try_from(header.as_str()).map_err(|_| format!("'{header}' is not a header name"))?;
+        let mut value = HeaderValue::try_from(value.as_str())
+            .map_err(|_| format!("the value of the header '{header}' has characters that are not valid in a header"))?;
+        value.set_sensitive(true);
+        headers.insert(name, value);
+    }
+    Ok(headers)
 }
 
 /// A factor on every wait that rlood chooses itself: between attempts, while a circuit breaker is open, between pings. The

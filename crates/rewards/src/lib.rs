@@ -21,6 +21,7 @@ use std::time::Instant;
 use futures::future::{BoxFuture, try_join_all};
 use tokio::sync::{mpsc, watch};
 
+use crate::environment::EpisodeStop;
 use crate::event::{Event, Metrics};
 use crate::id::JobId;
 use crate::outgoing::OutgoingPolicy;
@@ -31,22 +32,27 @@ use crate::spec::{EnvironmentPlan, RewardKind, RewardPlan, RewardSecrets};
 pub mod builtin;
 pub mod cache;
 pub mod client;
+pub mod episodes;
 mod failure;
 pub mod health;
 pub mod http_client;
 pub mod journal;
 pub mod local;
 mod meter;
+mod openenv;
 pub mod python;
+mod questions;
 mod redact;
 mod secret_filter;
 pub mod signature;
 pub mod signed_post;
 mod status;
+mod tools;
 pub mod trial;
 pub mod webhook;
 
 use client::RewardClient;
+use episodes::{EpisodeDeps, EpisodeServer};
 pub use failure::{BuildError, RewardFailure};
 use health::{Health, Verdict};
 use journal::Journal;
@@ -241,18 +247,32 @@ struct Entry {
 
 impl Entry {
     fn judges(&self, sample: &RewardSample) -> bool {
+        !is_failed(sample) && self.applies_to(sample)
+    }
+
+    /// Whether the reward applies to the data source of the sample.
+    fn applies_to(&self, sample: &RewardSample) -> bool {
         let Some(sources) = &self.applies_to else { return true };
         sample.source.as_ref().is_some_and(|source| sources.contains(source))
     }
 
-    /// Returns the samples whose data source this reward applies to. Groups stay complete, because a group has one prompt, and a
-    /// prompt has one source.
+    /// Returns the value of a sample that this reward does not judge.
+    fn value_unjudged(&self, sample: &RewardSample) -> RewardValue {
+        if self.applies_to(sample) { RewardValue::Missing } else { RewardValue::NotApplicable }
+    }
+
+    /// Returns the samples that this reward judges: those whose data source it applies to, without failed episodes.
     fn judged_samples<'s>(&self, samples: &'s [RewardSample]) -> Cow<'s, [RewardSample]> {
         match samples.iter().all(|sample| self.judges(sample)) {
             true => Cow::Borrowed(samples),
             false => Cow::Owned(samples.iter().filter(|sample| self.judges(sample)).cloned().collect()),
         }
     }
+}
+
+/// Whether the sample is an episode that its environment or a tool has broken off. No reward judges it, and its values are missing.
+fn is_failed(sample: &RewardSample) -> bool {
+    sample.episode.as_ref().is_some_and(|episode| episode.stop == EpisodeStop::Failed)
 }
 
 /// The values of all rewards for one rollout.
@@ -418,19 +438,20 @@ impl Rewards {
         *self.shared.status.waiting().borrow() > 0
     }
 
-    /// Creates the client of the job's environment, which reports its warnings and its waiting requests as these rewards do.
+    /// Creates the client of the job's environment or tools, which reports its warnings and its waiting requests as these rewards
+    /// do. `secrets` are all secrets of the job.
     ///
     /// # Errors
-    /// Fails if the address is not allowed, or a header or secret cannot be used.
+    /// Fails if an address is not allowed, or a header or secret cannot be used.
     pub fn environment(
         &self,
         plan: &EnvironmentPlan,
-        secrets: &RewardSecrets,
+        secrets: &BTreeMap<String, RewardSecrets>,
         (client, journal): (&RewardClient, Option<Arc<dyn Journal>>),
         job: JobId,
-    ) -> Result<webhook::EnvironmentClient, BuildError> {
-        let client = webhook::EnvironmentClient::new(plan, secrets, client, job)?;
-        Ok(client.with_journal(journal).with_status(self.shared.status.clone()))
+    ) -> Result<EpisodeServer, BuildError> {
+        let deps = EpisodeDeps { job, journal, status: self.shared.status.clone() };
+        EpisodeServer::new(plan, secrets, client, deps)
     }
 
     /// Watches the number of requests that are being retried or are slow.
@@ -476,8 +497,10 @@ impl Rewards {
         };
         for (entry, judged, latency) in answers {
             let Some(judged) = judged else {
-                // The reward applies to no sample of this rollout: it is limited to other data sources.
-                scored.scores.iter_mut().for_each(|score| score.values.push(RewardValue::NotApplicable));
+                // The reward judges no sample of this rollout: it is limited to other data sources, or all episodes have failed.
+                for (score, sample) in scored.scores.iter_mut().zip(samples) {
+                    score.values.push(entry.value_unjudged(sample));
+                }
                 continue;
             };
             entry.meter.judged(&judged, entry.endpoint.is_none().then_some(latency));
@@ -505,7 +528,7 @@ impl Rewards {
                 if entry.judges(sample) {
                     judged.next().unwrap_or(RewardValue::Missing)
                 } else {
-                    RewardValue::NotApplicable
+                    entry.value_unjudged(sample)
                 }
             };
             let mut values: Vec<RewardValue> = samples.iter().map(value).collect();

@@ -8,12 +8,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use futures::future::{BoxFuture, try_join_all};
 use reqwest::Url;
-use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
+use reqwest::header::HeaderMap;
 use serde_json::Value;
 use tokio::sync::Semaphore;
 
 use super::cache::{self, CacheKey};
-use super::client::RewardClient;
+use super::client::{RewardClient, user_headers};
 use super::journal::Journal;
 use super::meter::Meter;
 use super::redact::Redactor;
@@ -40,7 +40,7 @@ mod episodes;
 mod record;
 mod request;
 mod scoring;
-mod wait;
+pub(crate) mod wait;
 mod wire;
 
 pub use delivery::{Ping, PingReply};
@@ -145,16 +145,7 @@ impl Webhook {
         let url = client.policy.check_url(&plan.url).map_err(|why| error(why.to_string()))?;
         let keys = [&secrets.secret, &secrets.previous_secret].into_iter().flatten().map(|secret| Key::parse(secret));
         let keys = keys.collect::<Result<_, _>>().map_err(|why| error(why.to_string()))?;
-        let mut headers = HeaderMap::new();
-        for (header, value) in &secrets.headers {
-            let header_name =
-                HeaderName::try_from(header.as_str()).map_err(|_| error(format!("'{header}' is not a header name")))?;
-            let mut value = HeaderValue::try_from(value.as_str()).map_err(|_| {
-                error(format!("the value of the header '{header}' has characters that are not valid in a header"))
-            })?;
-            value.set_sensitive(true);
-            headers.insert(header_name, value);
-        }
+        let headers = user_headers(secrets).map_err(error)?;
         Ok(Self {
             name: name.to_owned(),
             url,

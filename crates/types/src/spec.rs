@@ -36,6 +36,7 @@ mod sections;
 mod settings;
 mod sources;
 mod split;
+mod tools;
 pub mod trl;
 mod verdict;
 mod warm;

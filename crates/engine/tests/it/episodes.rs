@@ -52,6 +52,8 @@ fn environment() -> EnvironmentPlan {
         on_parse_error: OnParseError::Reply,
         max_parse_errors: 2,
         max_restarts: 1,
+        max_open_episodes: None,
+        tools: Vec::new(),
         service: ServicePlan {
             url: "http://environment".to_owned(),
             max_concurrency: 1,
@@ -101,6 +103,8 @@ struct Playing {
     /// Ends the run before the answer to this question is recorded, or after it.
     dies_at: Option<(usize, bool)>,
     closed: usize,
+    /// Number of episodes that are open, and the largest number so far.
+    open: (usize, usize),
 }
 
 impl Playing {
@@ -113,6 +117,7 @@ impl Playing {
             asked: 0,
             dies_at: None,
             closed: 0,
+            open: (0, 0),
         }
     }
 
@@ -185,10 +190,15 @@ impl Host for Playing {
         let mut replies = Vec::new();
         for EpisodeCall { episode, ask } in calls {
             let turn = match ask {
-                Ask::Reset(_) => None,
+                Ask::Reset(_) => {
+                    self.open.0 += 1;
+                    self.open.1 = self.open.1.max(self.open.0);
+                    None
+                }
                 Ask::Step(step) => Some(step.turn),
                 Ask::Close(_) => {
                     self.closed += 1;
+                    self.open.0 -= 1;
                     replies.push(Reply::Closed);
                     continue;
                 }
@@ -300,6 +310,27 @@ fn the_first_log_ratio_is_0_over_all_turns_and_only_the_models_tokens_count() {
                     .all(|(_, metrics)| metrics["eval_environment/turns/mean"] >= Some(1.0))
         );
     }
+}
+
+#[test]
+fn no_more_episodes_are_open_than_the_server_allows() {
+    let (_dir, model) = model();
+    let mut sampled = Vec::new();
+    for (most, expected) in [(None, 4), (Some(4), 4), (Some(3), 2), (Some(1), 1)] {
+        let plan = plan_of(EnvironmentPlan { max_open_episodes: most, ..environment() });
+        let mut host = Playing::new(echo);
+        assert_eq!(host.run(&model, &plan), None);
+        assert_eq!(host.open, (0, expected), "at most {most:?}");
+        for (step, metrics) in host.host.metrics(SamplePhase::Train) {
+            assert_eq!(metrics["sampling/log_ratio_max"], Some(0.0), "step {step}, at most {most:?}");
+        }
+        let texts = |group: &SampledGroup| -> Vec<String> {
+            let episodes = group.completions.iter().map(|one| one.episode.as_ref().unwrap());
+            episodes.flat_map(|episode| &episode.turns).map(|turn| turn.text.clone()).collect()
+        };
+        sampled.push(host.groups().iter().take(2).map(texts).collect::<Vec<_>>());
+    }
+    assert!(sampled.iter().all(|texts| *texts == sampled[0]), "the first step samples the same, whatever is open");
 }
 
 #[test]

@@ -200,6 +200,8 @@ class Call:
             log_extra=self.log_extra,
             log_metric=self.log_metric,
         )
+        if any("turns" in sample for sample in self.samples):
+            given["turns"] = [sample.get("turns") for sample in self.samples]
         try:
             parameters = inspect.signature(self.function).parameters.values()
         except (TypeError, ValueError):

@@ -7,7 +7,6 @@
 use futures::future::try_join_all;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
 use super::dialect::Contract;
 use super::request::Request;
@@ -19,6 +18,7 @@ use crate::event::SamplePhase;
 use crate::id::JobId;
 use crate::journal::{Journal, JournaledRequest};
 use crate::protocol::{JournalEntry, RewardAnswer};
+use crate::questions::{episode_name, short_hash};
 use crate::rollout::RolloutId;
 use crate::secret_filter::Preserved;
 use crate::spec::{EnvironmentPlan, RewardSecrets, WebhookPlan};
@@ -213,11 +213,8 @@ impl EnvironmentClient {
         Sha256Digest::of(format!("{of} {}", episode.attempt).as_bytes()).to_string()
     }
 
-    /// The name of an episode on the server, the same for all its attempts.
     fn episode_name(&self, rollout: RolloutId, episode: &EpisodeId) -> String {
-        let RolloutId { phase, step, round, part } = rollout;
-        let of = format!("{} {phase:?} {step} {round} {part:?} {} {}", self.job, episode.row, episode.index);
-        format!("ep_{}", short_hash(&of))
+        episode_name(self.job, rollout, episode)
     }
 
     fn body(&self, id: &str, rollout: RolloutId, episode: &EpisodeId, ask: &Ask) -> Value {
@@ -311,15 +308,6 @@ fn read(body: &[u8], id: &str, ask: &Ask) -> Result<Reply, Problem> {
         }
         Ask::Close(_) => Ok(Reply::Closed),
     }
-}
-
-/// Number of hexadecimal digits of ids that are hashes.
-const ID_DIGITS: usize = 26;
-
-fn short_hash(text: &str) -> String {
-    let mut digits = hex::encode(Sha256::digest(text.as_bytes()));
-    digits.truncate(ID_DIGITS);
-    digits
 }
 
 fn question_id(key: &str) -> String {

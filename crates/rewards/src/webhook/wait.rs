@@ -8,7 +8,7 @@ const FIRST_WAIT: Duration = Duration::from_millis(500);
 pub(super) const MAX_WAIT: Duration = Duration::from_secs(30);
 
 /// Returns the wait after the nth failure (from 1): a random part of 0.5 s, 1 s, 2 s … 30 s.
-pub(super) fn jitter(failures: u32) -> Duration {
+pub(crate) fn jitter(failures: u32) -> Duration {
     doubled(FIRST_WAIT, failures.saturating_sub(1), MAX_WAIT).mul_f64(random_fraction())
 }
 

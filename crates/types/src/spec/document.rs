@@ -17,6 +17,7 @@ use super::runtime_spec::{RuntimeSpec, read_runtime};
 use super::sections::{read_certificate, read_lora, read_optimizer, read_section, read_training, read_warm_start};
 use super::settings::{CHECKPOINTS, SAMPLING};
 use super::sources::{DatasetSource, attach_records, detach_records, read_dataset, with_prompts};
+use super::tools::{read_tools, submittable_tools};
 use super::warm_up::read_warm_up;
 use super::{
     Arithmetic, CertificatePlan, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, EnvironmentPlan, LoraPlan,
@@ -197,6 +198,9 @@ pub fn submittable(plan: &Plan) -> Value {
         "sampling": sampling, "rollout": rollout, "environment": environment.as_ref().map(submittable_environment), "lora": lora, "warm_start": warm_start, "optimizer": optimizer, "training": training, "checkpoints": checkpoints,
         "certificate": certificate, "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
+    if let Some(environment) = environment.as_ref().filter(|environment| !environment.tools.is_empty()) {
+        document["tools"] = submittable_tools(&environment.tools);
+    }
     if !runtime.is_own() {
         document["runtime"] = json!({"name": runtime.name, "load_in_8bit": runtime.load_in_8bit, "zero_stage": runtime.zero_stage, "offload": runtime.offload});
         document["resources"] = json!(resources);
@@ -243,7 +247,7 @@ fn without_nulls(value: &mut Value) {
         Value::Object(map) => {
             map.retain(|_, value| !value.is_null());
             // Nulls in objects that the client defines freely are kept.
-            let ours = |name: &str| !matches!(name, "params" | "chat_template_kwargs");
+            let ours = |name: &str| !matches!(name, "params" | "chat_template_kwargs" | "parameters");
             map.iter_mut().filter(|(name, _)| ours(name)).for_each(|(_, value)| without_nulls(value));
         }
         Value::Array(items) => items.iter_mut().for_each(without_nulls),
@@ -265,6 +269,11 @@ fn redacted(mut document: Value) -> Value {
     if let Some(environment) = document.pointer_mut("/environment").and_then(Value::as_object_mut) {
         ["secret", "previous_secret", "headers"].iter().for_each(|name| drop(environment.shift_remove(*name)));
     }
+    for tool in document.pointer_mut("/tools").and_then(Value::as_array_mut).into_iter().flatten() {
+        if let Some(tool) = tool.as_object_mut() {
+            tool.shift_remove("headers");
+        }
+    }
     for server in document.pointer_mut("/rollout/servers").and_then(Value::as_array_mut).into_iter().flatten() {
         if let Some(server) = server.as_object_mut() {
             server.shift_remove("api_key");
@@ -275,7 +284,9 @@ fn redacted(mut document: Value) -> Value {
 
 fn read_job(document: &Reader<'_>) -> JobSpec {
     let lora = read_lora(document);
-    let has_environment = document.field("environment").value().is_some_and(|value| !value.is_null());
+    let tools = document.field("tools");
+    let has_tools = tools.value().is_some();
+    let has_environment = !has_tools && document.field("environment").value().is_some();
     let rewards = match has_environment && document.field("rewards").value().is_none() {
         true => document.field("rewards"),
         false => {
@@ -294,7 +305,13 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         secrets.extend(keys);
         rollout
     });
-    let environment = document.field("environment").object().and_then(read_environment).map(|(environment, own)| {
+    let environment = (has_tools || has_environment).then(|| {
+        let tools = has_tools.then(|| {
+            let (tools, own) = read_tools(&tools);
+            secrets.extend(own);
+            tools
+        });
+        let (environment, own) = read_environment(document.section("environment"), tools);
         if own != RewardSecrets::default() {
             secrets.insert(ENVIRONMENT_SECRET.to_owned(), own);
         }

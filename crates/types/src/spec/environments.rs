@@ -8,24 +8,44 @@ use super::reader::{FieldError, Reader};
 use super::resolve::Warning;
 use super::rewards::{read_secrets, read_url};
 use super::runtime_spec::RuntimeChoice;
-use super::settings::ENVIRONMENT;
+use super::settings::{ENVIRONMENT, Values};
 use super::{
     EnvironmentKind, EnvironmentPlan, EpisodeReturn, Estimator, JobSpec, Loss, MAX_ABS_REWARD, OnInvalid, Plan,
-    RewardKind, RewardNormalization, RewardPlan, RewardSecrets, ServicePlan,
+    RewardKind, RewardNormalization, RewardPlan, RewardSecrets, ServicePlan, ToolPlan,
 };
 
 /// Default of the setting `environment.name`.
 const NAME: &str = "environment";
+/// Default of `max_tries` for tools, as in OpenAI's and Azure's agent fine-tuning.
+const TOOL_TRIES: u32 = 3;
 /// The name under which the environment's secrets are stored.
 pub const ENVIRONMENT_SECRET: &str = "environment:";
 
-/// Reads the environment of a job and its secrets; `None` if the section has errors that leave no plan.
-pub(super) fn read_environment(reader: Reader<'_>) -> Option<(EnvironmentPlan, RewardSecrets)> {
-    let values = ENVIRONMENT.read(&reader);
-    let url = read_url(&reader.required("url", "give the http or https address of the environment's server"));
+/// Reads the environment of a job and its secrets. `tools` are the job's tools, if it has the section `tools`.
+pub(super) fn read_environment(reader: Reader<'_>, tools: Option<Vec<ToolPlan>>) -> (EnvironmentPlan, RewardSecrets) {
+    let mut values = ENVIRONMENT.read(&reader);
+    let kind = read_kind(&reader, &values, tools.is_some());
+    let url = match kind {
+        EnvironmentKind::Tools => String::new(),
+        EnvironmentKind::Http | EnvironmentKind::Openenv => {
+            read_url(&reader.required("url", "give the http or https address of the environment's server"))
+        }
+    };
+    if kind == EnvironmentKind::Openenv {
+        check_openenv(&reader, &url);
+    }
     let secrets = read_secrets(&reader);
     let params = reader.field("params").map().cloned().unwrap_or_default();
     let timeout = reader.field("timeout_ms");
+    if kind == EnvironmentKind::Tools {
+        if values.is_default("max_tries") {
+            values.set("max_tries", TOOL_TRIES);
+        }
+        if values.is_default("timeout_ms") {
+            let deadline: u64 = values.get("deadline_ms");
+            values.set("timeout_ms", deadline);
+        }
+    }
     let service = ServicePlan {
         url,
         max_concurrency: values.get("max_concurrency"),
@@ -46,7 +66,7 @@ pub(super) fn read_environment(reader: Reader<'_>) -> Option<(EnvironmentPlan, R
     }
     let plan = EnvironmentPlan {
         name: values.get::<Option<String>>("name").unwrap_or_else(|| NAME.to_owned()),
-        kind: EnvironmentKind::Http,
+        kind,
         params,
         max_turns: values.get("max_turns"),
         max_episode_tokens: values.get("max_episode_tokens"),
@@ -56,10 +76,73 @@ pub(super) fn read_environment(reader: Reader<'_>) -> Option<(EnvironmentPlan, R
         on_parse_error: values.get("on_parse_error"),
         max_parse_errors: values.get("max_parse_errors"),
         max_restarts: values.get("max_restarts"),
+        max_open_episodes: values.get("max_open_episodes"),
+        tools: tools.unwrap_or_default(),
         service,
     };
     reader.finish(advice);
-    Some((plan, secrets))
+    (plan, secrets)
+}
+
+/// Reads the type of the environment, and checks that the rest of the section has a meaning for it.
+fn read_kind(reader: &Reader<'_>, values: &Values, has_tools: bool) -> EnvironmentKind {
+    let (field, given) = (reader.field("type"), values.get::<EnvironmentKind>("type"));
+    if !has_tools {
+        if given == EnvironmentKind::Tools {
+            field.fail("required", "give the job's section tools, or choose another type");
+        }
+        // With the type `tools` and no tools, nothing else is missing.
+        return given;
+    }
+    if !values.is_default("type") && given != EnvironmentKind::Tools {
+        field.fail(
+            "conflict",
+            "the section tools cannot be combined with an environment's server: remove tools, or this type",
+        );
+    }
+    let url = reader.field("url");
+    if url.value().is_some() {
+        url.fail(
+            "conflict",
+            "environment.url and tools cannot be combined: the server of an environment gives its own tools; remove one of the two",
+        );
+    }
+    for name in ["secret", "previous_secret", "headers"] {
+        let field = reader.field(name);
+        if field.value().is_some() {
+            field.fail(
+                "conflict",
+                "a job with tools has no server of an environment: give headers in each entry of tools",
+            );
+        }
+    }
+    EnvironmentKind::Tools
+}
+
+/// Checks what only OpenEnv servers have.
+fn check_openenv(reader: &Reader<'_>, url: &str) {
+    let path = url::Url::parse(url).map(|url| url.path().trim_end_matches('/').to_owned()).unwrap_or_default();
+    if ["/reset", "/step", "/state", "/mcp"].iter().any(|route| path.ends_with(route)) {
+        reader.field("url").fail(
+            "unsupported",
+            "OpenEnv's HTTP form forgets the state of an episode; give the server's base address, and rlood uses its WebSocket /ws",
+        );
+    }
+    let params = reader.field("params");
+    for name in ["action_field", "observation_field"] {
+        if params.value().and_then(|params| params.get(name)).is_some_and(|field| !field.is_string()) {
+            params.fail_at(name, "invalid_type", "must be a text: the name of a field");
+        }
+    }
+    if params.value().and_then(|params| params.get("reset")).is_some_and(|fields| !fields.is_object()) {
+        params.fail_at("reset", "invalid_type", "must be an object: the fields of every reset");
+    }
+    for name in ["secret", "previous_secret"] {
+        let field = reader.field(name);
+        if field.value().is_some() {
+            field.fail("unsupported", "OpenEnv servers do not verify signatures: use headers, such as authorization");
+        }
+    }
 }
 
 /// Returns the environment of a plan as a job gives it: without the limits of [`ServicePlan`] that only rewards have.
@@ -75,6 +158,10 @@ pub(super) fn submittable_environment(environment: &EnvironmentPlan) -> Value {
             "max_invalid_fraction",
         ];
         section.retain(|name, _| !only_rewards.contains(&name.as_str()));
+        if environment.kind == EnvironmentKind::Tools {
+            // The tools are a section of their own, and there is no server.
+            section.retain(|name, _| !matches!(name.as_str(), "tools" | "url"));
+        }
     }
     section
 }
@@ -95,6 +182,10 @@ pub(super) fn environment_reward() -> RewardPlan {
 /// Checks that the job's other settings fit its environment.
 pub(super) fn check(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldError>) {
     let judged = spec.rewards.iter().position(|reward| matches!(reward.kind, RewardKind::Environment));
+    if let (Some(index), Some(EnvironmentKind::Tools)) = (judged, spec.environment.as_ref().map(|plan| plan.kind)) {
+        let detail = "tools pay no reward, so there is nothing to add: remove this reward, and score with others";
+        errors.push(FieldError::new(format!("/rewards/{index}/type"), "needs_environment", detail));
+    }
     let Some(environment) = &spec.environment else {
         if spec.rloo.estimator == Estimator::RlooTurns {
             let detail = "rloo_turns gives each turn of an episode its own advantage, and this job has no episodes: add the section environment, or use rloo";
@@ -168,13 +259,17 @@ pub(super) fn warnings(spec: &JobSpec, plan: &Plan, context: &Context) -> Vec<Wa
     let mut warn = |pointer: &str, code: &str, detail: String| {
         warnings.push(Warning { pointer: pointer.to_owned(), code: code.to_owned(), detail });
     };
-    if spec.secrets.get(ENVIRONMENT_SECRET).is_none_or(|secrets| secrets.secret.is_none()) {
+    let is_own_contract = environment.kind == EnvironmentKind::Http;
+    if is_own_contract && spec.secrets.get(ENVIRONMENT_SECRET).is_none_or(|secrets| secrets.secret.is_none()) {
         let detail =
             "requests are not signed, so the environment cannot tell them from forged ones: give a whsec_… secret";
         warn("/environment/secret", "unsigned_webhook", detail.to_owned());
     }
     let thinks = plan.sampling.chat_template_kwargs.get("enable_thinking") != Some(&Value::Bool(false));
-    if thinks && context.model.as_ref().is_some_and(|model| model.removes_reasoning) {
+    if thinks
+        && environment.kind != EnvironmentKind::Tools
+        && context.model.as_ref().is_some_and(|model| model.removes_reasoning)
+    {
         let detail = "the model's chat template removes the reasoning of earlier turns when a message of a user follows, but an episode keeps what was sampled: the model is trained on histories that it will not see when served. Answer tool calls with messages of role tool, which keep the reasoning, or set enable_thinking to false";
         warn("/sampling/chat_template_kwargs", "reasoning_kept_in_training", detail.to_owned());
     }
@@ -197,6 +292,12 @@ fn check_turn_advantages(spec: &JobSpec, environment: &EnvironmentPlan, errors: 
     }
     let rloo = &spec.rloo;
     let cases = [
+        (
+            environment.kind == EnvironmentKind::Tools,
+            "/rloo/estimator",
+            "tools, whose turns have no rewards,",
+            "use an environment",
+        ),
         (environment.total == EpisodeReturn::Last, "/environment/return", "return 'last'", "use 'sum'"),
         (
             rloo.reward_normalization != RewardNormalization::None,
@@ -296,7 +397,19 @@ mod tests {
     #[test]
     fn settings_that_do_not_fit_are_refused_by_name() {
         for (changes, at, code) in [
-            (json!({"environment": {"type": "openenv"}}), "/environment/type", "unsupported"),
+            (json!({"environment": {"type": "ors"}}), "/environment/type", "unsupported"),
+            (json!({"environment": {"type": "nemo_gym"}}), "/environment/type", "unsupported"),
+            (json!({"environment": {"type": "tools"}}), "/environment/type", "required"),
+            (
+                json!({"environment": {"type": "openenv", "url": "http://10.0.0.7/reset"}}),
+                "/environment/url",
+                "unsupported",
+            ),
+            (
+                json!({"environment": {"type": "openenv", "params": {"action_field": 3}}}),
+                "/environment/params/action_field",
+                "invalid_type",
+            ),
             (json!({"environment": {"type": "grpc"}}), "/environment/type", "invalid_value"),
             (json!({"environment": {"url": "nowhere"}}), "/environment/url", "invalid_value"),
             (json!({"environment": {"turns": 3}}), "/environment/turns", "unknown_field"),

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use serde_json::Value;
 
-pub(super) use service::{read_secrets, read_url};
+pub(super) use service::{read_headers, read_secrets, read_url};
 
 use super::foreign::advice;
 use super::reader::{Errors, Field, FieldError, Reader, shown};

@@ -11,13 +11,16 @@ use utoipa::{PartialSchema, ToSchema};
 use super::plan::BUILTINS;
 use super::settings::{SECTIONS, form_layout, runtime_names};
 use super::{
-    AnswerPlace, DatasetPlan, EvalPlan, HttpTemplatePlan, JobSpec, LabelPlan, LengthUnit, MAX_ABS_REWARD,
-    OpenaiJudgePlan, OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, PythonPlan, RewardModelPlan, RlooPlan, ServicePlan,
-    SimilarityMetric, SlimePlan, StringOperation, TextPlan, VllmPoolingPlan, WarmUpPlan, WebhookPlan,
+    AnswerPlace, DatasetPlan, EvalPlan, HttpTemplatePlan, HttpToolPlan, JobSpec, LabelPlan, LengthUnit, MAX_ABS_REWARD,
+    McpToolsPlan, OpenaiJudgePlan, OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, PythonPlan, RewardModelPlan, RlooPlan,
+    ServicePlan, SimilarityMetric, SlimePlan, StringOperation, TextPlan, VllmPoolingPlan, WarmUpPlan, WebhookPlan,
 };
 
 /// Name of a reward's schema in the OpenAPI document.
 const REWARD: &str = "RewardSpec";
+/// Names of the schemas of tools in the OpenAPI document.
+const MCP_TOOLS: &str = "McpToolsSpec";
+const HTTP_TOOL: &str = "HttpToolSpec";
 
 /// The schema of a job as clients write it. It describes what [`JobSpec::read`] accepts.
 #[derive(Debug)]
@@ -44,6 +47,7 @@ impl PartialSchema for JobDocument {
             .property("model", string("Id of a registered model."))
             .property("dataset", dataset("The training prompts."))
             .property("rewards", rewards())
+            .property("tools", tools())
             .property("metadata", texts("The client's own labels."))
             .property("priority", integer("Priority in the queue; jobs with a higher number run first.", json!(0)))
             .examples([json!({"model": "org/name", "dataset": {"records": [{"prompt": "…"}]}, "rewards": [{"type": "length"}]})])
@@ -64,6 +68,7 @@ impl ToSchema for JobDocument {
         RlooPlan::schemas(schemas);
         OptimizerPlan::schemas(schemas);
         WebhookPlan::schemas(schemas);
+        schemas.extend([(MCP_TOOLS.to_owned(), mcp_tools()), (HTTP_TOOL.to_owned(), http_tool())]);
         for (name, schema) in [
             ("Combine", super::Combine::schema()),
             ("Estimator", super::Estimator::schema()),
@@ -231,6 +236,43 @@ fn joined() -> RefOr<Schema> {
 
 pub(super) fn rewards() -> RefOr<Schema> {
     RefOr::T(Schema::Array(Array::new(Ref::from_schema_name(REWARD))))
+}
+
+/// Returns the schema of the list of tools.
+fn tools() -> RefOr<Schema> {
+    let tool = OneOfBuilder::new()
+        .item(Ref::from_schema_name(MCP_TOOLS))
+        .item(Ref::from_schema_name(HTTP_TOOL))
+        .description(Some("MCP servers and HTTP tools that the model may call in episodes of several turns."));
+    let mut tools = Array::new(tool);
+    tools.description = Some(
+        "Tools without an environment: the job's rewards score the episodes, and the section `environment` has their limits."
+            .to_owned(),
+    );
+    RefOr::T(Schema::Array(tools))
+}
+
+fn mcp_tools() -> RefOr<Schema> {
+    let mut own = into_object(McpToolsPlan::schema());
+    own.required.retain(|name| name != "name");
+    let name = "Name of the server in messages, and of its secrets; unique in the job. Default: mcp.";
+    own.properties.insert("name".to_owned(), string(name));
+    tool("mcp", own)
+}
+
+fn http_tool() -> RefOr<Schema> {
+    let mut own = into_object(HttpToolPlan::schema());
+    own.required.retain(|name| !matches!(name.as_str(), "description" | "parameters"));
+    tool("http", own)
+}
+
+fn tool(kind: &str, mut object: Object) -> RefOr<Schema> {
+    object.additional_properties = Some(Box::new(AdditionalProperties::FreeForm(false)));
+    object.required.insert(0, "type".to_owned());
+    object.properties.insert("type".to_owned(), enumeration("The kind of the entry.", &[kind]));
+    let headers = write_only(texts("Headers that are sent with every request; never shown again."));
+    object.properties.insert("headers".to_owned(), headers);
+    object.into()
 }
 
 /// Returns the schemas of a reward and of each reward type, with their names in the OpenAPI document.

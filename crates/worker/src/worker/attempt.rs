@@ -31,12 +31,12 @@ use crate::event::{Event, Phase};
 use crate::job::Failure;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
-use crate::reward::webhook::EnvironmentClient;
+use crate::reward::episodes::EpisodeServer;
 use crate::reward::{RewardDeps, Rewards};
 use crate::reward_model::LocalRewardModels;
 use crate::rollout_servers::{self, Fleet, FleetContext};
 use crate::runtime::trl;
-use crate::spec::{DatasetPlan, ENVIRONMENT_SECRET, Plan, PromptKey, RuntimeName, eval_secret_name, prompt_key};
+use crate::spec::{DatasetPlan, Plan, PromptKey, RuntimeName, eval_secret_name, prompt_key};
 
 /// Minimum interval between two heartbeats to the server.
 const MIN_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
@@ -315,21 +315,20 @@ impl Attempt {
         Rewards::with_deps(&claim.plan.rewards, &claim.secrets, deps).map_err(|error| error.to_failure())
     }
 
-    /// Creates the client of the job's environment, which is called as rewards are.
+    /// Creates the client of the job's environment or tools, which are called as rewards are.
     fn environment(
         &self,
         worker: &Worker,
         claim: &Claim,
         journal: &Journal,
         rewards: &Rewards,
-    ) -> Result<Option<Arc<EnvironmentClient>>, Failure> {
+    ) -> Result<Option<Arc<EpisodeServer>>, Failure> {
         let Some(plan) = &claim.plan.environment else { return Ok(None) };
         let client = worker
             .reward_client(&self.policy(claim)?)
             .map_err(|detail| failure::no_reward_client(&detail, self.progress.get()))?;
-        let secrets = claim.secrets.get(ENVIRONMENT_SECRET).cloned().unwrap_or_default();
         let journal: Arc<dyn crate::reward::journal::Journal> = Arc::new(journal.clone());
-        let environment = rewards.environment(plan, &secrets, (&client, Some(journal)), self.claim_ref.job);
+        let environment = rewards.environment(plan, &claim.secrets, (&client, Some(journal)), self.claim_ref.job);
         Ok(Some(Arc::new(environment.map_err(|error| error.to_failure())?)))
     }
 

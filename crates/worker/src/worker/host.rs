@@ -23,7 +23,7 @@ use crate::error_text::with_causes;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::job::Failure;
 use crate::protocol::Publish;
-use crate::reward::webhook::EnvironmentClient;
+use crate::reward::episodes::EpisodeServer;
 use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
 use crate::rollout::{RolloutId, SampledGroup};
 use crate::rollout_servers::Fleet;
@@ -34,7 +34,7 @@ const SCORING_GRACE: Duration = Duration::from_secs(5);
 /// Maximum number of times that a checkpoint is uploaded if the server rejects it.
 const MAX_PUBLISH_ATTEMPTS: u32 = 5;
 
-/// Time limit for unloading a job's adapters from rollout servers at the end of an attempt.
+/// Time limit for unloading a job's adapters from rollout servers, and for closing sessions, at the end of an attempt.
 const SERVERS_FINISH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Implements [`Host`] (the engine's callbacks) for one attempt at a job. The methods run on the engine's thread and block until
@@ -59,8 +59,8 @@ pub(super) struct JobHost {
     pub(super) begun: HashMap<RolloutId, AbortOnDropHandle<Result<Scored, RewardFailure>>>,
     /// The servers that sample the job's completions; `None` = the engine samples.
     pub(super) servers: Option<Fleet>,
-    /// The environment of the job's episodes, if it has one.
-    pub(super) environment: Option<Arc<EnvironmentClient>>,
+    /// The environment of the job's episodes, or its tools, if it has any.
+    pub(super) environment: Option<Arc<EpisodeServer>>,
     /// Warnings of these servers while a rollout is being sampled.
     pub(super) server_notices: mpsc::UnboundedReceiver<Event>,
     /// Reward metrics of the current step, for training and for evaluation, until the step's metrics are sent.
@@ -375,8 +375,13 @@ impl TrlHost for JobHost {
 }
 
 impl JobHost {
-    /// Ends the use of rollout servers, as far as the servers answer in time.
+    /// Ends the use of rollout servers and of the environment, as far as the servers answer in time.
     pub(super) fn close(&mut self) {
+        if let Some(environment) = self.environment.take() {
+            let close = async { tokio::time::timeout(SERVERS_FINISH_TIMEOUT, environment.close()).await };
+            // A server that does not answer ends the sessions by itself.
+            let _ = self.runtime.block_on(close);
+        }
         if let Some(servers) = self.servers.take() {
             let finish = async { tokio::time::timeout(SERVERS_FINISH_TIMEOUT, servers.finish()).await };
             let finished = self.runtime.block_on(finish);

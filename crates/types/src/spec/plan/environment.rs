@@ -6,7 +6,7 @@ use utoipa::ToSchema;
 
 use super::{Plan, ServicePlan};
 
-/// The environment that a job's episodes are played with.
+/// The environment that a job's episodes are played with: a server, or the job's tools.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct EnvironmentPlan {
     /// Name of the environment, which its requests carry.
@@ -35,7 +35,13 @@ pub struct EnvironmentPlan {
     pub max_parse_errors: u32,
     /// Number of times that an episode is begun again when the server has forgotten it.
     pub max_restarts: u32,
-    /// Address and limits of the server.
+    /// Maximum number of episodes that are open at a time; absent = all episodes of a rollout.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_open_episodes: Option<u32>,
+    /// The tools of type `tools`; empty for the other types, whose servers give the tools.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tools: Vec<ToolPlan>,
+    /// Address and limits of the server. The address is empty for the type `tools`.
     #[serde(flatten)]
     pub service: ServicePlan,
 }
@@ -46,6 +52,66 @@ pub struct EnvironmentPlan {
 pub enum EnvironmentKind {
     /// rlood's own contract over HTTP, version 1.
     Http,
+    /// No server: the job's `tools` answer the calls of the model, and the job's rewards score the episode.
+    Tools,
+    /// An OpenEnv server, over its WebSocket.
+    Openenv,
+}
+
+/// Tools of a job that the model may call without an environment.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum ToolPlan {
+    /// Tools of an MCP server, over streamable HTTP.
+    Mcp(McpToolsPlan),
+    /// One tool behind one address, in the form of OpenAI's and Azure's agent fine-tuning.
+    Http(HttpToolPlan),
+}
+
+/// Tools of an MCP server.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct McpToolsPlan {
+    /// Name of the server in messages, and of its secrets; unique in the job.
+    pub name: String,
+    /// Address of the server's streamable HTTP endpoint.
+    pub url: String,
+    /// Names of the tools that the model may call, in the order in which the model reads them.
+    pub allow: Vec<String>,
+}
+
+/// A tool behind one address.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct HttpToolPlan {
+    /// Name of the tool, which the model calls.
+    pub name: String,
+    /// Address that receives the calls.
+    pub server_url: String,
+    /// Description of the tool, which the model reads.
+    pub description: String,
+    /// JSON Schema of the tool's arguments.
+    #[schema(value_type = Object)]
+    pub parameters: Map<String, Value>,
+}
+
+impl ToolPlan {
+    /// Returns the name of the entry: that of the tool, or of the MCP server.
+    pub fn name(&self) -> &str {
+        match self {
+            ToolPlan::Mcp(McpToolsPlan { name, .. }) | ToolPlan::Http(HttpToolPlan { name, .. }) => name,
+        }
+    }
+
+    /// Returns the address that the calls go to.
+    pub fn url(&self) -> &str {
+        match self {
+            ToolPlan::Mcp(McpToolsPlan { url, .. }) | ToolPlan::Http(HttpToolPlan { server_url: url, .. }) => url,
+        }
+    }
+
+    /// Returns the name under which the headers of the entry are stored.
+    pub fn secret_name(&self) -> String {
+        format!("tool:{}", self.name())
+    }
 }
 
 /// How the rewards of the turns make the reward of the episode.
@@ -71,6 +137,11 @@ pub enum OnParseError {
 }
 
 impl Plan {
+    /// Iterates over the job's tools; empty unless its episodes are played with tools alone.
+    pub fn tools(&self) -> impl Iterator<Item = &ToolPlan> {
+        self.environment.iter().flat_map(|environment| &environment.tools)
+    }
+
     /// Returns the maximum number of tokens after a prompt: of a completion, or of an episode.
     pub fn max_tokens_after_prompt(&self) -> u32 {
         self.environment

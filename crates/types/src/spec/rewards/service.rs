@@ -143,7 +143,7 @@ fn read_secret(field: &Field<'_>) -> Option<String> {
 }
 
 /// Reads the headers that are sent with every request.
-pub(super) fn read_headers(field: &Field<'_>) -> Option<BTreeMap<String, String>> {
+pub(in crate::spec) fn read_headers(field: &Field<'_>) -> Option<BTreeMap<String, String>> {
     let headers = field.texts(32, 8_000)?;
     for (name, value) in &headers {
         let is_token = |c: char| c.is_ascii_alphanumeric() || "!#$%&'*+-.^_`|~".contains(c);

@@ -17,13 +17,13 @@ const PARSERS: [&str; 9] = ["auto", "qwen", "hermes", "qwen3_coder", "llama3", "
 pub(in crate::spec) static ENVIRONMENT: Section = Section::new(
     "environment",
     "Environment",
-    "A server that plays episodes of several turns with the model. Without this section, a completion is one turn.",
+    "A server that plays episodes of several turns with the model, or the limits of a job with `tools`. Without both, a completion is one turn.",
     &[
-        Setting::new("type", Kind::Own { read: read_kind, schema: kind, says: "`http`" })
-            .doc("The protocol of the server: `http`, rlood's own contract, version 1.")
+        Setting::new("type", Kind::Own { read: read_kind, schema: kind, says: "`http`, `openenv` or `tools`" })
+            .doc("The protocol of the server: `http`, rlood's own contract, version 1; `openenv`, an OpenEnv server over its WebSocket. In a job with `tools` it is `tools`.")
             .default(Variant("http")),
         Setting::new("url", Kind::Part { schema: url, says: "an http or https address" })
-            .doc("Address of the server, http or https."),
+            .doc("Address of the server, http or https. A job with `tools` has none."),
         Setting::new("name", Kind::Text(64))
             .doc("Name of the environment, which its requests carry; default: environment."),
         Setting::new("secret", Kind::Part { schema: secret, says: "`whsec_…`" })
@@ -42,15 +42,17 @@ pub(in crate::spec) static ENVIRONMENT: Section = Section::new(
         Setting::variant("on_parse_error", variant_names::<OnParseError>).default(Variant("reply")),
         Setting::whole("max_parse_errors", 1, 100).default(Whole(2)),
         Setting::whole("max_restarts", 0, 100).default(Whole(1)),
+        Setting::whole("max_open_episodes", 1, 65_536)
+            .doc("Maximum number of episodes that are open at a time; default: all episodes of a rollout. Set it to the number of sessions that the server allows."),
         Setting::whole("max_concurrency", 1, 256).doc("Maximum number of requests at a time.").default(Whole(32)),
         Setting::whole("timeout_ms", 1, 86_400_000)
-            .doc("Time limit of one try, in milliseconds.")
+            .doc("Time limit of one try, in milliseconds; with `tools` the default is that of deadline_ms.")
             .default(Whole(30_000)),
         Setting::whole("deadline_ms", 1, 604_800_000)
             .doc("Time limit of an answer including all tries, in milliseconds.")
             .default(Whole(600_000)),
         Setting::whole("max_tries", 1, 100)
-            .doc("Tries in a row for transport errors and the statuses 408, 425, 429 and 5xx, before the waits grow.")
+            .doc("Tries in a row for transport errors and the statuses 408, 425, 429 and 5xx, before the waits grow. With `tools` the default is 3, and a call that still fails leaves its episode without a reward.")
             .default(Whole(5)),
         Setting::whole("max_invalid_tries", 1, 100)
             .doc("Number of answers to one request that may be invalid.")
@@ -63,23 +65,23 @@ pub(in crate::spec) static ENVIRONMENT: Section = Section::new(
 .of_plan(EnvironmentPlan::schema)
 .optional();
 
+/// Names of the protocols.
+const KINDS: [&str; 3] = ["http", "openenv", "tools"];
+
 fn read_kind(field: &Field<'_>) -> Option<Value> {
-    let known = [
-        ("openenv", "OpenEnv servers are not supported yet: their HTTP routes forget the episode between two requests"),
-        ("ors", "ORS servers are not supported yet"),
-        ("nemo_gym", "NeMo Gym servers are not supported yet"),
-    ];
-    if let Some((_, why)) =
+    let known = [("ors", "ORS servers"), ("nemo_gym", "NeMo Gym servers")];
+    if let Some((_, what)) =
         field.value().and_then(Value::as_str).and_then(|kind| known.iter().find(|(name, _)| *name == kind))
     {
-        field.fail("unsupported", format!("{why}; use type http, with rlood's own contract"));
+        let remedy = "use type http, with rlood's own contract, or openenv";
+        field.fail("unsupported", format!("{what} are not supported yet; {remedy}"));
         return None;
     }
-    field.one_of(&["http"]).map(|kind| json!(kind))
+    field.one_of(&KINDS).map(|kind| json!(kind))
 }
 
 fn kind() -> RefOr<Schema> {
-    enumeration("", &["http"])
+    enumeration("", &KINDS)
 }
 
 fn read_parser(field: &Field<'_>) -> Option<Value> {

@@ -46,6 +46,9 @@ fn every_accepted_value_of_every_setting_is_read_into_its_plan() {
                     given["estimator"] = json!("reinforce");
                     given["kl_in"] = json!(if value == "k1" { "reward" } else { "loss" });
                 }
+                if setting.name == "timeout_ms" {
+                    given["deadline_ms"] = json!(604_800_000);
+                }
                 if setting.name == "overlap" {
                     given["steps_per_generation"] = json!(2);
                 }
