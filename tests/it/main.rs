@@ -97,6 +97,7 @@ mod ssrf;
 mod storage;
 mod streams;
 mod throttle;
+mod tools;
 mod transfer;
 mod verdict;
 mod versions;

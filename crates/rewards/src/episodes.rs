@@ -72,6 +72,17 @@ impl EpisodeServer {
         }
     }
 
+    /// Closes these episodes ([`Ask::Close`](crate::environment::Ask::Close)), as far as their servers are told. Unlike the future of
+    /// [`EpisodeServer::ask`], this one can be spawned.
+    pub async fn close_episodes(&self, rollout: RolloutId, calls: &[EpisodeCall]) {
+        match &self.0 {
+            // Best effort: an episode is over whatever the server says.
+            Kind::Contract(client) => drop(client.ask(rollout, calls).await),
+            Kind::Tools(client) => calls.iter().for_each(|call| client.close_episode(rollout, &call.episode)),
+            Kind::Openenv(client) => calls.iter().for_each(|call| client.close_episode(rollout, &call.episode)),
+        }
+    }
+
     /// Ends the sessions with servers, as far as they answer soon.
     pub async fn close(&self) {
         match &self.0 {

@@ -119,7 +119,7 @@ impl OpenenvClient {
                 Ask::Reset(reset) => ("reset".to_owned(), json!({"seed": reset.seed}).to_string()),
                 Ask::Step(step) => (step.turn.to_string(), step.message.to_string()),
                 Ask::Close(_) => {
-                    self.sockets().remove(&key);
+                    self.close_episode(rollout, episode);
                     return Ok(Reply::Closed);
                 }
             };
@@ -147,6 +147,11 @@ impl OpenenvClient {
             Ok(read_recorded(answer, matches!(ask, Ask::Reset(_))))
         }))
         .await
+    }
+
+    /// Closes the connection of an episode.
+    pub fn close_episode(&self, rollout: RolloutId, episode: &EpisodeId) {
+        self.sockets().remove(&(rollout, episode.clone()));
     }
 
     /// Closes all connections.

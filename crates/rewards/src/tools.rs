@@ -146,12 +146,17 @@ impl ToolsClient {
                 }
                 Ask::Step(step) => self.step(rollout, episode, step).await,
                 Ask::Close(_) => {
-                    self.rows().remove(&(rollout, episode.row));
+                    self.close_episode(rollout, episode);
                     Ok(Reply::Closed)
                 }
             }
         }))
         .await
+    }
+
+    /// Forgets an episode.
+    pub fn close_episode(&self, rollout: RolloutId, episode: &EpisodeId) {
+        self.rows().remove(&(rollout, episode.row));
     }
 
     /// Ends the sessions of MCP servers.

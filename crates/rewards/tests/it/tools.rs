@@ -392,3 +392,44 @@ async fn an_mcp_server_without_an_allowed_tool_fails_the_job_and_one_that_is_awa
     let away = reply(&server_of(&service.url()), reset()).await;
     assert!(matches!(away, Err(RewardFailure::Outage { .. })), "{away:?}");
 }
+
+/// A server of the package `fastmcp`.
+struct Real(std::process::Child);
+
+impl Drop for Real {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[tokio::test]
+async fn a_server_of_the_real_package_lists_its_tools_and_answers_their_calls() {
+    use std::io::BufRead;
+    let Ok(python) = std::env::var("RLOOD_MCP_PYTHON") else {
+        println!("skipped: RLOOD_MCP_PYTHON names no Python that has the package fastmcp");
+        return;
+    };
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/fastmcp_server.py");
+    let mut child = std::process::Command::new(python)
+        .arg(script)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("the Python of RLOOD_MCP_PYTHON starts");
+    let mut lines = std::io::BufReader::new(child.stdout.take().unwrap()).lines();
+    let port = lines.find_map(|line| line.unwrap().strip_prefix("port ").map(str::to_owned)).expect("its port");
+    let _real = Real(child);
+    let url = format!("http://127.0.0.1:{port}/mcp");
+    let server = server(mcp_tools(&url, &["fail", "add"]), JobId::new(), None);
+    let Ok(Reply::Reset(begun)) = reply(&server, reset()).await else { panic!("begun") };
+    let names: Vec<&Value> = begun.tools.iter().map(|tool| &tool["function"]["name"]).collect();
+    assert_eq!(names, ["fail", "add"]);
+    assert_eq!(begun.tools[1]["function"]["parameters"]["required"], json!(["a", "b"]));
+    let calls = [("add", json!({"a": 2, "b": 3})), ("fail", json!({})), ("add", json!({"a": 20, "b": 22}))];
+    let answers = contents(reply(&server, step(0, &calls)).await);
+    assert_eq!((answers[0].as_str(), answers[2].as_str()), ("5", "42"));
+    assert!(answers[1].contains("it broke"), "{answers:?}");
+    server.close().await;
+    // After the DELETE the server does not know the session; the next call opens another one.
+    assert_eq!(contents(reply(&server, step(1, &[("add", json!({"a": 1, "b": 1}))])).await), ["2"]);
+}

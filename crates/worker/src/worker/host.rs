@@ -323,7 +323,7 @@ impl Host for JobHost {
         if calls.iter().all(|call| matches!(call.ask, Ask::Close(_))) {
             // Nothing depends on the answers, so a slow server does not hold up the training.
             let closing = calls.to_vec();
-            drop(self.runtime.spawn(async move { environment.ask(id, &closing).await }));
+            drop(self.runtime.spawn(async move { environment.close_episodes(id, &closing).await }));
             return Ok(vec![Reply::Closed; calls.len()]);
         }
         let started = Instant::now();
