@@ -18,7 +18,7 @@ use crate::client::{RewardClient, user_headers};
 use crate::environment::{Ask, EpisodeCall, EpisodeId, Reply, Reset, ResetAnswer, Step, StepAnswer};
 use crate::event::Event;
 use crate::protocol::RewardAnswer;
-use crate::questions::{Questions, episode_name};
+use crate::questions::{Questions, episode_name, timed};
 use crate::rollout::RolloutId;
 use crate::secret_filter::{Preserved, SecretFilter};
 use crate::signed_post;
@@ -143,8 +143,9 @@ impl OpenenvClient {
                     }
                 })
             };
+            let asked_at = Instant::now();
             let answer = self.questions.ask(&question, body, asking).await?;
-            Ok(read_recorded(answer, matches!(ask, Ask::Reset(_))))
+            Ok(timed(read_recorded(answer, matches!(ask, Ask::Reset(_))), asked_at))
         }))
         .await
     }

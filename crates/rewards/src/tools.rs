@@ -16,7 +16,7 @@ use crate::client::RewardClient;
 use crate::environment::{Ask, EpisodeCall, EpisodeId, Reply, ResetAnswer, Step, StepAnswer};
 use crate::event::Event;
 use crate::protocol::RewardAnswer;
-use crate::questions::{Question, Questions, episode_name};
+use crate::questions::{Question, Questions, episode_name, timed};
 use crate::rollout::RolloutId;
 use crate::spec::{EnvironmentPlan, HttpToolPlan, RewardSecrets, ToolPlan};
 use crate::status::{Outage, Status, Waiting};
@@ -232,6 +232,7 @@ impl ToolsClient {
                 None => by_server.push((server, vec![(index, call)])),
             }
         }
+        let asked_at = Instant::now();
         let answered = try_join_all(by_server.iter().map(|(server, calls)| async move {
             let mut answers = Vec::with_capacity(calls.len());
             for (index, call) in calls {
@@ -254,7 +255,7 @@ impl ToolsClient {
                 Err(message) => return Ok(Reply::Failed { code: FAILED.to_owned(), message }),
             }
         }
-        Ok(Reply::Step(StepAnswer { messages, ..StepAnswer::default() }))
+        Ok(timed(Reply::Step(StepAnswer { messages, ..StepAnswer::default() }), asked_at))
     }
 
     /// Carries out one call. The inner error is the reason for which there is no answer.
