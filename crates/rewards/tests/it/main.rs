@@ -8,6 +8,7 @@ mod environment;
 mod journal;
 mod judge;
 mod python;
+mod python_environments;
 mod reward_load;
 mod reward_values;
 mod rewards;

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::facts::Context;
 use super::foreign::advice;
-use super::reader::{FieldError, Reader};
+use super::reader::{Errors, FieldError, Reader};
 use super::rewards::{read_secrets, read_url};
 use super::runtime_spec::RuntimeChoice;
 use super::settings::ENVIRONMENT;
@@ -59,6 +59,22 @@ pub(super) fn read_environment(reader: Reader<'_>) -> Option<(EnvironmentPlan, R
     };
     reader.finish(advice);
     Some((plan, secrets))
+}
+
+/// Reads the environment in the field `environment` of a document, without the settings of a job around it.
+///
+/// # Errors
+/// Returns all errors, with pointers into the document.
+pub fn read_single_environment(document: &Value) -> Result<(EnvironmentPlan, RewardSecrets), Vec<FieldError>> {
+    let errors = Errors::default();
+    let field = Reader::document(document, &errors)
+        .required("environment", "give the environment as in a job, such as {\"url\": \"…\"}");
+    let environment = field.object().and_then(read_environment);
+    let errors = errors.into_vec();
+    match environment {
+        Some(environment) if errors.is_empty() => Ok(environment),
+        _ => Err(errors),
+    }
 }
 
 /// Returns the environment of a plan as a job gives it: without the limits of [`ServicePlan`] that only rewards have.
@@ -218,7 +234,11 @@ mod tests {
             (json!({"environment": {"secret": "short"}}), "/environment/secret", "invalid_value"),
             (json!({"environment": {"max_episode_tokens": 10}}), "/environment/max_episode_tokens", "out_of_range"),
             (json!({"rloo": {"estimator": "remax"}}), "/rloo/estimator", "unsupported_with_environment"),
-            (json!({"rloo": {"overlap": true, "steps_per_generation": 2}}), "/rloo/overlap", "unsupported_with_environment"),
+            (
+                json!({"rloo": {"overlap": true, "steps_per_generation": 2}}),
+                "/rloo/overlap",
+                "unsupported_with_environment",
+            ),
             (json!({"sampling": {"stop": ["\n"]}}), "/sampling/stop", "unsupported_with_environment"),
             (
                 json!({"rollout": {"engine": "vllm", "servers": [{"url": "http://10.0.0.8:8000"}]}}),
