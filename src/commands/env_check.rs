@@ -174,7 +174,7 @@ impl Check {
 
     fn reset_question(&self, play: &Play) -> Question {
         let reset = Reset {
-            seed: 20_25,
+            seed: 2025,
             messages: vec![json!({"role": "user", "content": self.prompt})],
             columns: self.columns.clone(),
             limits: EpisodeLimits { max_turns: MAX_TURNS, max_tokens: MAX_TOKENS },

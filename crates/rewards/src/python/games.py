@@ -132,15 +132,35 @@ class Game:
         return chosen(function, None, fields)[1]
 
     def tools(self):
+        return [schema_of(tool) if callable(tool) else tool for tool in self.listed()]
+
+    def listed(self):
+        """Returns the tools: a class with step lists them in its attribute `tools`, else they are its public methods."""
         if not self.stepped:
-            return [schema_of(getattr(self.object, name)) for name in tool_methods(self.object)]
+            return [getattr(self.object, name) for name in tool_methods(self.object)]
         tools = getattr(self.object, "tools", None) or []
         tools = finished(tools()) if callable(tools) else tools
-        return [schema_of(tool) if callable(tool) else tool for tool in tools]
+        # In the body of a class, a method is a function that does not know its object.
+        own = type(self.object)
+        is_method = lambda tool: callable(tool) and vars(own).get(getattr(tool, "__name__", "")) is tool
+        return [getattr(self.object, tool.__name__) if is_method(tool) else tool for tool in tools]
+
+    def methods(self):
+        return {tool.__name__: tool for tool in self.listed() if callable(tool)}
 
     def step(self, request):
-        """Asks a class with `step(message)`."""
+        """Asks a class with `step(message)`. Calls of its methods are carried out here; then step gets the last message alone."""
         message = request.get("message") or {}
+        calls = message.get("tool_calls") or []
+        methods = self.methods() if calls else {}
+        if not methods:
+            return self.ask(request, message)
+        messages = [self.call(methods, call) for call in calls]
+        if not request.get("final"):
+            return {"messages": messages, "reward": None, "done": False}
+        return dict(self.ask(request, message), messages=messages)
+
+    def ask(self, request, message):
         fields = {name: request[name] for name in STEP_FIELDS if name in request}
         fields["final"] = bool(request.get("final"))
         positional, named = chosen(self.object.step, message, fields)
@@ -171,23 +191,25 @@ class Game:
     def call_tools(self, request):
         """Carries out the calls of a message, as TRL does. The episode is over for a message without calls."""
         calls = (request.get("message") or {}).get("tool_calls") or []
-        methods = {name: getattr(self.object, name) for name in tool_methods(self.object)} if calls else {}
-        messages = []
-        for call in calls:
-            function = call.get("function") or {}
-            name = function.get("name")
-            try:
-                if name not in methods:
-                    raise ValueError("Tool %s not found." % name)
-                arguments = json.loads(function.get("arguments") or "{}")
-                content = text_of(finished(methods[name](**arguments)))
-            except Exception as error:
-                if isinstance(error, Invalid):
-                    raise
-                content = str({"error": str(error)})
-            messages.append({"role": "tool", "tool_call_id": call.get("id"), "name": name, "content": content})
+        methods = self.methods() if calls else {}
+        messages = [self.call(methods, call) for call in calls]
         over = not calls or bool(request.get("final"))
         return {"messages": messages, "reward": self.reward() if over else None, "done": False}
+
+    def call(self, methods, call):
+        """Carries out a call. An exception of the tool is a text for the model, in the form that TRL gives it."""
+        function = call.get("function") or {}
+        name = function.get("name")
+        try:
+            if name not in methods:
+                raise ValueError("Tool %s not found." % name)
+            arguments = json.loads(function.get("arguments") or "{}")
+            content = text_of(finished(methods[name](**arguments)))
+        except Invalid:
+            raise
+        except Exception as error:
+            content = str({"error": str(error)})
+        return {"role": "tool", "tool_call_id": call.get("id"), "name": name, "content": content}
 
     def reward(self):
         """Returns get_reward(), else the attribute reward; None if there is neither."""
