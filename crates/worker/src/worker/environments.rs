@@ -2,9 +2,9 @@
 
 use serde_json::json;
 
-use super::failure::Failure;
 use crate::environment::{EpisodeCall, Reply};
 use crate::event::{Event, Phase};
+use crate::job::Failure;
 use crate::reward::RewardFailure;
 use crate::rollout::RolloutId;
 
