@@ -11,8 +11,11 @@ use clap::{CommandFactory, Parser};
 use futures::future::LocalBoxFuture;
 use rlood_worker::{certify, preflight, serving};
 
-use crate::commands::{adapter_sidecar, backup, bench, convert, gc, keys, reward_check, reward_serve, runtime};
-use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
+use crate::commands::{
+    adapter_sidecar, backup, bench, convert, env_check, env_serve, gc, keys, python_serve, reward_check, reward_serve,
+    runtime,
+};
+use crate::config::{COMPUTE_THREADS, Cli, Command as Role, EnvCommand, LogFormat, RewardCommand};
 use crate::error_text::with_causes;
 use crate::{config, demo, engine, exporter, http, judge, reward_server, serve, worker};
 
@@ -72,18 +75,12 @@ pub fn run() -> ExitCode {
             computing(format, args.threads, || on_runtime(format, None, reward_server::run(args)))
         }
         Role::Reward(args) => match args.command {
-            RewardCommand::Serve(args) => on_runtime(format, None, async move {
-                match reward_serve::run(args).await {
-                    Err(error) if error.is_usage() => Ok(exit_usage(format, &error)),
-                    ended => ended,
-                }
-            }),
-            // `rlood reward check` fails only for an invalid flag, so every error of it is a usage error.
-            RewardCommand::Check(args) => on_runtime(format, None, async move {
-                Ok::<_, reward_check::CheckError>(
-                    reward_check::run(args).await.unwrap_or_else(|error| exit_usage(format, &error)),
-                )
-            }),
+            RewardCommand::Serve(args) => serving_python(format, reward_serve::run(args)),
+            RewardCommand::Check(args) => checking(format, reward_check::run(args)),
+        },
+        Role::Env(args) => match args.command {
+            EnvCommand::Serve(args) => serving_python(format, env_serve::run(args)),
+            EnvCommand::Check(args) => checking(format, env_check::run(args)),
         },
         Role::Bench(args) => {
             computing(format, args.threads, || bench::run(&args).unwrap_or_else(|error| exit_failure(format, &error)))
@@ -91,7 +88,30 @@ pub fn run() -> ExitCode {
     }
 }
 
-/// Prints the OpenAPI document to standard output, or writes the reward contract's schemas to a directory.
+/// Serves Python code. An error of the command line has the exit code of a usage error.
+fn serving_python(
+    format: LogFormat,
+    serving: impl Future<Output = Result<ExitCode, python_serve::ServeError>> + 'static,
+) -> ExitCode {
+    on_runtime(format, None, async move {
+        match serving.await {
+            Err(error) if error.is_usage() => Ok(exit_usage(format, &error)),
+            ended => ended,
+        }
+    })
+}
+
+/// Runs a check of a service. A check fails only for an invalid flag, so every error of it is a usage error.
+fn checking(
+    format: LogFormat,
+    check: impl Future<Output = Result<ExitCode, reward_check::CheckError>> + 'static,
+) -> ExitCode {
+    on_runtime(format, None, async move {
+        Ok::<_, std::convert::Infallible>(check.await.unwrap_or_else(|error| exit_usage(format, &error)))
+    })
+}
+
+/// Prints the OpenAPI document to standard output, or writes the contracts' schemas to a directory.
 fn openapi(schemas: Option<&Path>) -> Result<ExitCode, Box<dyn std::error::Error>> {
     match schemas {
         None => println!("{}", http::openapi().to_pretty_json()?),

@@ -17,6 +17,7 @@ pub mod backup;
 mod bench;
 mod device;
 pub mod edge;
+mod env;
 pub mod gc;
 pub mod hub;
 pub mod keys;
@@ -31,6 +32,7 @@ pub mod sidecar;
 pub use bench::{BenchArgs, BenchPart, FourBit};
 pub use device::{Isa, Precision};
 pub use edge::{Edge, EdgeArgs};
+pub use env::{EnvArgs, EnvCheckArgs, EnvCommand, EnvServeArgs};
 pub use hub::{HubArgs, HubConfig, HubTokenFor};
 pub use keys::KeysArgs;
 pub use python::{PythonRewards, PythonRewardsArgs};
@@ -128,6 +130,8 @@ pub enum Command {
     RewardServer(RewardServerArgs),
     /// Check reward services against the reward contract, or serve Python functions as reward services.
     Reward(RewardArgs),
+    /// Check servers of environments against the environment contract, or serve Python classes as environments.
+    Env(EnvArgs),
     /// Benchmark kernels, decode, training and whole RLOO steps on random weights, and compare with the limits of this machine.
     Bench(BenchArgs),
     /// Back up the data directory of a server, which may be running, with hashes of every file.
@@ -200,7 +204,7 @@ pub struct DemoArgs {
 
 #[derive(Debug, Clone, Args)]
 pub struct OpenapiArgs {
-    /// Write the reward contract as JSON Schema files (request, answer, callback, ping, …) to this directory instead.
+    /// Write the contracts of rewards and environments as JSON Schema files (request, answer, env-step, …) to this directory instead.
     #[arg(long, value_name = "DIR")]
     pub schemas: Option<PathBuf>,
 }

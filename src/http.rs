@@ -23,6 +23,7 @@ mod dataset_sources;
 pub mod datasets;
 pub mod demo;
 pub mod download;
+mod environments;
 pub mod error;
 pub mod events;
 pub mod exports;
@@ -224,6 +225,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(adapters::routes())
         .merge(models::routes())
         .merge(rewards::routes())
+        .merge(environments::routes())
         .merge(reward_health::routes())
         .merge(callbacks::routes())
         .merge(rescore::routes())

@@ -6,49 +6,30 @@ mod callback;
 mod load;
 mod ping;
 mod reject_tests;
-mod report;
-mod wire;
 
 use std::process::ExitCode;
-use std::time::Duration;
 
-use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use serde_json::{Map, Value, json};
 
+use super::contract_check::wire::{Got, Signing, Wire};
+pub use super::contract_check::{CheckError, Finding, Latency, Outcome, Report};
+use super::contract_check::{Findings, columns, hidden, read_headers, refused, report, wire};
 use crate::config::RewardCheckArgs;
 use crate::event::FinishReason;
 use crate::id::{JobId, RewardRequestId};
-use crate::outgoing::OutgoingPolicy;
 use crate::reward::JobContext;
-use crate::reward::http_client::restricted_client_builder;
-use crate::reward::signature::Key;
 use crate::reward::trial::read_samples;
 use crate::reward::webhook::answer::{self, Answer, Found};
 use crate::reward::webhook::{PingReply, sample_json};
 use crate::rollout::{RewardSample, RolloutId};
-use crate::spec::{FieldError, RewardSecrets, read_single_reward};
-pub use report::{Finding, Latency, Outcome, Report};
-use wire::{Got, Signing, Wire};
-
-/// A flag is invalid; no request was sent.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct CheckError(String);
+use crate::spec::read_single_reward;
 
 /// `rlood reward check`: returns 0 if there are no failures, otherwise 1.
 ///
 /// # Errors
 /// Fails when a flag is invalid.
 pub async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
-    let report = examine(&args, !args.json).await?;
-    if args.json {
-        let text = serde_json::to_string_pretty(&report).map_err(|error| CheckError(error.to_string()))?;
-        println!("{text}");
-    } else {
-        println!("{}", report.summary());
-    }
-    let good = report.ok && !(args.strict && report.count(Outcome::Warning) > 0);
-    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    examine(&args, !args.json).await?.finish(args.json, args.strict)
 }
 
 /// Runs all checks against a service. Findings are printed as they occur if `show` is set.
@@ -57,7 +38,7 @@ pub async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
 /// Fails when a flag is invalid.
 pub async fn examine(args: &RewardCheckArgs, show: bool) -> Result<Report, CheckError> {
     let mut check = Check::new(args)?;
-    check.show = show;
+    check.findings.show = show;
     Ok(check.all().await)
 }
 
@@ -70,29 +51,16 @@ struct Check {
     /// Maximum number of samples in one request of a job.
     max_batch_samples: u32,
     callbacks: callback::Listen,
-    /// Texts that must never be printed: secrets and header values.
-    secrets: Vec<String>,
-    /// Whether each finding is printed as soon as it is made.
-    show: bool,
     job: JobContext,
     ping: Option<PingReply>,
     /// Latencies of valid answers, in ms.
     latencies: Vec<f64>,
-    findings: Vec<Finding>,
+    findings: Findings,
 }
 
 impl Check {
     fn new(args: &RewardCheckArgs) -> Result<Self, CheckError> {
-        let mut headers = Map::new();
-        for header in &args.headers {
-            let Some((name, value)) = header.split_once(':') else {
-                let name: String = header.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
-                return Err(CheckError(format!(
-                    "--header '{name}…' has no colon: it must have the form 'name: value'"
-                )));
-            };
-            headers.insert(name.trim().to_owned(), value.trim().into());
-        }
+        let headers = read_headers(&args.headers)?;
         let mut reward = json!({"type": "webhook", "url": args.url, "timeout_ms": args.timeout_ms,
             "deadline_ms": args.timeout_ms, "max_batch_samples": args.max_batch_samples, "headers": headers});
         if let Some(secret) = &args.secret {
@@ -102,7 +70,8 @@ impl Check {
             let params = serde_json::from_str(params).map_err(|error| CheckError(format!("--params: {error}")))?;
             reward["params"] = params;
         }
-        let (plan, secrets) = read_single_reward(&json!({ "reward": reward })).map_err(|errors| refused(&errors))?;
+        let (plan, secrets) =
+            read_single_reward(&json!({ "reward": reward })).map_err(|errors| refused(&errors, "/reward/"))?;
         let crate::spec::RewardKind::Webhook(plan) = plan.kind else {
             return Err(CheckError("only version 1 of the reward contract can be checked".to_owned()));
         };
@@ -116,12 +85,10 @@ impl Check {
             samples,
             max_batch_samples: plan.service.max_batch_samples,
             callbacks: callback::Listen { on: args.callback_listen.clone(), url: args.callback_url.clone() },
-            secrets: hidden(&secrets),
-            show: false,
             job: JobContext { job: JobId::new(), rollout: RolloutId::train(0), probe: true },
             ping: None,
             latencies: Vec::new(),
-            findings: Vec::new(),
+            findings: Findings { secrets: hidden(&secrets), ..Findings::default() },
         })
     }
 
@@ -149,28 +116,12 @@ impl Check {
                 self.latency().await;
             }
         }
-        Report::new(self.shown_url(), self.findings, self.ping, &self.latencies)
+        Report::new("reward", self.wire.shown_url(), self.findings.list, self.ping, &self.latencies)
     }
 
-    /// Records a finding, with secrets redacted.
+    /// Records a finding.
     fn find(&mut self, check: &'static str, outcome: Outcome, detail: impl Into<String>, fix: &str) {
-        let redact =
-            |text: String| self.secrets.iter().fold(text, |text, secret| text.replace(secret.as_str(), "(redacted)"));
-        let fix = (outcome != Outcome::Ok && !fix.is_empty()).then(|| redact(fix.to_owned()));
-        let finding = Finding { check, outcome, detail: redact(detail.into()), fix };
-        if self.show {
-            println!("{finding}");
-        }
-        self.findings.push(finding);
-    }
-
-    /// The service's URL without its query, which may contain a key.
-    fn shown_url(&self) -> String {
-        let mut url = self.wire.url.clone();
-        if url.query().is_some() {
-            url.set_query(Some("redacted"));
-        }
-        url.to_string()
+        self.findings.add(check, outcome, detail.into(), fix);
     }
 
     /// Builds a `reward.score.request` of contract v1.
@@ -240,43 +191,6 @@ fn new_id() -> String {
     RewardRequestId::new().to_string()
 }
 
-fn refused(errors: &[FieldError]) -> CheckError {
-    let line = |error: &FieldError| format!("{}: {}", error.pointer.trim_start_matches("/reward/"), error.detail);
-    CheckError(errors.iter().map(line).collect::<Vec<_>>().join("; "))
-}
-
-/// Every address is allowed, because the user who runs `rlood reward check` controls this machine.
-fn wire(url: &str, secrets: &RewardSecrets, timeout_ms: u64) -> Result<Wire, CheckError> {
-    let failed = |why: &dyn std::fmt::Display| CheckError(why.to_string());
-    let policy = OutgoingPolicy::parse(&["0.0.0.0/0", "::/0"]).map_err(|why| failed(&why))?;
-    let url = policy.check_url(url).map_err(|why| failed(&why))?;
-    let mut headers = HeaderMap::new();
-    for (name, value) in &secrets.headers {
-        let name = HeaderName::try_from(name.as_str()).map_err(|why| failed(&why))?;
-        let value = HeaderValue::try_from(value.as_str()).map_err(|why| failed(&why))?;
-        headers.insert(name, value);
-    }
-    let client = restricted_client_builder(&policy)
-        .http1_only()
-        .connect_timeout(Duration::from_millis(timeout_ms.clamp(1, 10_000)));
-    Ok(Wire {
-        client: client.build().map_err(|why| failed(&why))?,
-        url,
-        headers,
-        key: secrets.secret.as_deref().map(Key::parse).transpose().map_err(|why| failed(&why))?,
-        timeout: Duration::from_millis(timeout_ms.max(1)),
-    })
-}
-
-/// Returns the texts that must never be printed: the secret, header values, and the token within `Bearer TOKEN`.
-fn hidden(secrets: &RewardSecrets) -> Vec<String> {
-    let values =
-        secrets.headers.values().flat_map(|value| [Some(value.as_str()), value.split_once(' ').map(|(_, t)| t)]);
-    let key = secrets.secret.as_deref();
-    let all = values.flatten().chain(key).chain(key.and_then(|key| key.strip_prefix("whsec_")));
-    all.filter(|text| text.len() > 2).map(str::to_owned).collect()
-}
-
 fn samples_of_file(path: &std::path::Path) -> Result<Vec<RewardSample>, CheckError> {
     let at = path.display();
     let text = std::fs::read_to_string(path).map_err(|error| CheckError(format!("--samples {at}: {error}")))?;
@@ -295,17 +209,6 @@ fn samples_of_file(path: &std::path::Path) -> Result<Vec<RewardSample>, CheckErr
         let lines: Vec<String> = errors.iter().map(|error| format!("{}: {}", error.pointer, error.detail)).collect();
         CheckError(format!("--samples {at}: {}", lines.join("; ")))
     })
-}
-
-/// Parses `NAME=VALUE`; a value that is valid JSON is used as such.
-fn columns(given: &[String]) -> Result<Map<String, Value>, CheckError> {
-    let read = |column: &String| match column.split_once('=') {
-        Some((name, value)) if !name.is_empty() => {
-            Ok((name.to_owned(), serde_json::from_str(value).unwrap_or_else(|_| value.into())))
-        }
-        _ => Err(CheckError(format!("--column '{column}' must have the form NAME=VALUE"))),
-    };
-    given.iter().map(read).collect()
 }
 
 /// Returns the default samples: sums with right, wrong, verbose and evasive answers. Each row has the columns `answer` and

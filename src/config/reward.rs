@@ -140,7 +140,7 @@ pub struct RewardServeArgs {
     pub max_connections: u32,
 }
 
-fn parse_seconds(text: &str) -> Result<f64, String> {
+pub(super) fn parse_seconds(text: &str) -> Result<f64, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| *seconds > 0.0 && *seconds <= 604_800.0);
     seconds.ok_or_else(|| "the number of seconds must be above 0 and at most 604800 (a week)".to_owned())
 }

@@ -1,5 +1,5 @@
-//! Types of the reward contract v1, for the `webhooks` section of the OpenAPI document. The code that implements the
-//! contract is in `reward`.
+//! Types of the contracts v1 of rewards and environments, for the `webhooks` section of the OpenAPI document. The code that implements
+//! the contracts is in `reward`; it uses the types of the environment contract itself.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -11,6 +11,9 @@ use super::list::Time;
 use crate::environment::EpisodeTurn;
 use crate::event::FinishReason;
 use crate::id::{JobId, RewardRequestId};
+use crate::reward::webhook::environment_wire::{
+    CloseRequest, PingRequest, ResetReply, ResetRequest, StepReply, StepRequest,
+};
 
 /// A request to score completions.
 #[derive(Serialize, ToSchema)]
@@ -330,11 +333,74 @@ fn reward_score_request() {}
 #[expect(dead_code, reason = "only describes the reward contract in the OpenAPI document")]
 fn reward_ping() {}
 
+/// Begin an episode
+///
+/// The server sends this request to the `url` of the job's `environment`, signed and retried as requests to rewards, with the header
+/// `rlood-episode`. A repeated request has the same id and bytes and must get the same answer. The same row and `episode.seed` must
+/// always begin with the same messages and tools.
+#[utoipa::path(
+    post, path = "/env.reset.request", tag = "Environment contract", operation_id = "env_reset",
+    request_body = ResetRequest,
+    responses(
+        (status = 200, description = "The beginning of the episode", body = ResetReply),
+        (status = 410, description = "The episode cannot begin; it is tried again as its next attempt"),
+        (status = 429, description = "The environment gets too many requests: the server retries after `Retry-After`"),
+        (status = "5XX", description = "The request failed: the server retries it with growing pauses"),
+    ),
+)]
+#[expect(dead_code, reason = "only describes the environment contract in the OpenAPI document")]
+fn env_reset() {}
+
+/// Answer a turn of the model
+///
+/// Each tool call of the message is answered by one message of role `tool`, in order; messages of role `user` may follow. A repeated
+/// request has the same id and bytes: the turn must not be taken twice, and its answer is given again. Numbers of turns grow, and may
+/// leave some out: a turn whose calls are not valid is answered by the server itself.
+#[utoipa::path(
+    post, path = "/env.step.request", tag = "Environment contract", operation_id = "env_step",
+    request_body = StepRequest,
+    responses(
+        (status = 200, description = "What follows the turn", body = StepReply),
+        (status = 404, description = "The environment has forgotten the episode: it begins again as its next attempt"),
+        (status = 409, description = "The turn was answered already under another id, or the episode is over"),
+        (status = 429, description = "The environment gets too many requests: the server retries after `Retry-After`"),
+        (status = "5XX", description = "The request failed: the server retries it with growing pauses"),
+    ),
+)]
+#[expect(dead_code, reason = "only describes the environment contract in the OpenAPI document")]
+fn env_step() {}
+
+/// Learn that an episode is over
+///
+/// Sent once, after the last turn. The answer changes nothing.
+#[utoipa::path(
+    post, path = "/env.close.request", tag = "Environment contract", operation_id = "env_close",
+    request_body = CloseRequest,
+    responses((status = "2XX", description = "Taken note of")),
+)]
+#[expect(dead_code, reason = "only describes the environment contract in the OpenAPI document")]
+fn env_close() {}
+
+/// Check that an environment is reachable
+///
+/// Sent by the environment test endpoint, and by a job that waits for its environment. Any 2xx status means success; the body is
+/// optional.
+#[utoipa::path(
+    post, path = "/env.ping", tag = "Environment contract", operation_id = "env_ping",
+    request_body = PingRequest,
+    responses((status = "2XX", description = "The environment is reachable")),
+)]
+#[expect(dead_code, reason = "only describes the environment contract in the OpenAPI document")]
+fn env_ping() {}
+
 #[derive(utoipa::OpenApi)]
-#[openapi(paths(reward_score_request, reward_ping), components(schemas(RewardCallback, RewardCallbackTaken)))]
+#[openapi(
+    paths(reward_score_request, reward_ping, env_reset, env_step, env_close, env_ping),
+    components(schemas(RewardCallback, RewardCallbackTaken))
+)]
 struct Contract;
 
-/// Returns the requests of the reward contract by name, for the OpenAPI section `webhooks`, and the schemas that they refer to.
+/// Returns the requests of the contracts by name, for the OpenAPI section `webhooks`, and the schemas that they refer to.
 pub(super) fn webhooks() -> (Paths, Option<Components>) {
     let OpenApi { mut paths, components, .. } = Contract::openapi();
     paths.paths = paths.paths.into_iter().map(|(path, item)| (path.trim_start_matches('/').to_owned(), item)).collect();

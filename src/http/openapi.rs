@@ -24,7 +24,7 @@ const DESCRIPTION: &str = "RLOO (REINFORCE Leave-One-Out) training of language m
     Bodies may be sent with `content-encoding: gzip`. `x-request-id` is taken from the request or generated, and returned.\n\n\
     Workers (`rlood worker`) use a separate protocol, which is not in this document; a worker whose protocol version differs from \
     the server's is refused with 409 `protocol_mismatch` and gets no job until it is updated.";
-const TAGS: [(&str, &str); 12] = [
+const TAGS: [(&str, &str); 13] = [
     ("Jobs", "Training jobs: submit, monitor, control."),
     ("Datasets", "Prompts and the columns that rewards need; immutable."),
     ("Models", "Directories in Hugging Face's layout that jobs train on."),
@@ -40,6 +40,7 @@ const TAGS: [(&str, &str); 12] = [
     ("Keys", "API keys and the audit log."),
     ("Webhooks", "Notifications about jobs."),
     ("Reward contract", "Requests to reward services, and their responses."),
+    ("Environment contract", "Requests to servers of environments, and their responses."),
 ];
 
 /// Creates the OpenAPI document before the paths are added.

@@ -63,10 +63,6 @@ pub(super) async fn run(
         return Err(Problem::new(Code::NotImplemented, detail));
     };
     let plan = &resolution.plan;
-    if plan.environment.is_some() {
-        let detail = "a preflight samples single turns, and this job plays episodes with an environment: validate it without 'probe'";
-        return Err(Problem::new(Code::NotImplemented, detail));
-    }
     let model = match state.store.model_get(&plan.model.id).await {
         Ok(row) if row.state == "ready" => row,
         Ok(_) | Err(StoreError::NotFound { .. }) => {

@@ -1,11 +1,12 @@
-//! JSON Schema files of the reward contract, extracted from the OpenAPI document, which is their only source.
+//! JSON Schema files of the contracts of rewards and of environments, extracted from the OpenAPI document, which is their only
+//! source.
 
 use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
 /// File name and OpenAPI schema name of each schema file.
-const FILES: [(&str, &str); 7] = [
+const FILES: [(&str, &str); 13] = [
     ("request.schema.json", "RewardRequest"),
     ("answer.schema.json", "RewardAnswer"),
     ("accepted.schema.json", "RewardAccepted"),
@@ -13,6 +14,12 @@ const FILES: [(&str, &str); 7] = [
     ("callback-answer.schema.json", "RewardCallbackTaken"),
     ("ping.schema.json", "RewardPing"),
     ("ping-answer.schema.json", "RewardPong"),
+    ("env-reset.schema.json", "EnvironmentReset"),
+    ("env-reset-answer.schema.json", "EnvironmentResetAnswer"),
+    ("env-step.schema.json", "EnvironmentStep"),
+    ("env-step-answer.schema.json", "EnvironmentStepAnswer"),
+    ("env-close.schema.json", "EnvironmentClose"),
+    ("env-ping.schema.json", "EnvironmentPing"),
 ];
 const REF: &str = "#/components/schemas/";
 
@@ -26,9 +33,10 @@ pub fn contract_schemas() -> Vec<(&'static str, String)> {
 
 /// Returns one OpenAPI schema as a JSON Schema document with all schemas that it refers to.
 fn schema(schemas: &Value, file: &str, name: &str) -> Value {
+    let contract = if file.starts_with("env-") { "environment" } else { "reward" };
     let mut whole = Map::from_iter([
         ("$schema".to_owned(), json!("https://json-schema.org/draft/2020-12/schema")),
-        ("$id".to_owned(), json!(format!("urn:rlood:reward-contract:1:{file}"))),
+        ("$id".to_owned(), json!(format!("urn:rlood:{contract}-contract:1:{file}"))),
         ("title".to_owned(), json!(name)),
     ]);
     let root = within(&schemas[name]);

@@ -33,6 +33,7 @@ pub(super) use answer::{Collected, Whole, collect, problem, start};
 pub(super) use error::{is_openai, translated};
 pub(super) use measures::write as write_metrics;
 pub use names::Chosen;
+pub(super) use names::resolve;
 
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()

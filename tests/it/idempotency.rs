@@ -9,7 +9,7 @@ use sqlx::Connection;
 use crate::server::{Answer, Server, job};
 
 /// Read requests, and requests with their own way to be repeated: sessions and callbacks.
-const WITHOUT: [&str; 14] = [
+const WITHOUT: [&str; 15] = [
     "/v1/chat/completions",
     "/v1/completions",
     "/tokenize",
@@ -22,6 +22,7 @@ const WITHOUT: [&str; 14] = [
     "/jobs/validate",
     "/jobs/{id}/generate",
     "/rewards/test",
+    "/environments/test",
     "/session",
     "/reward-callbacks/{id}",
 ];

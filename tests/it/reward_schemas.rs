@@ -23,7 +23,7 @@ fn committed() -> PathBuf {
 }
 
 /// Returns why a value does not match a committed schema; `None` if it matches.
-fn complaint(file: &str, value: &Value) -> Option<String> {
+pub fn complaint(file: &str, value: &Value) -> Option<String> {
     let (mut schemas, mut compiler) = (Schemas::new(), Compiler::new());
     let schema: Value = serde_json::from_slice(&std::fs::read(committed().join(file)).unwrap()).unwrap();
     let id = schema["$id"].as_str().unwrap().to_owned();
@@ -41,7 +41,7 @@ fn build(plans: &[RewardPlan]) -> Rewards {
 }
 
 #[track_caller]
-fn fits(file: &str, value: &Value) {
+pub fn fits(file: &str, value: &Value) {
     assert_eq!(complaint(file, value), None, "{file}: {value:#}");
 }
 

@@ -66,7 +66,7 @@ pub use api::records::{
     SummaryCheckpoints,
 };
 pub use api::rewards::{
-    CallbackCounts, JobReward, Rescore, RescoredSample, RewardTest, RewardTestResult, SampleProblem,
+    CallbackCounts, EnvironmentTest, JobReward, Rescore, RescoredSample, RewardTest, RewardTestResult, SampleProblem,
 };
 pub use api::system::{Amount, Disk, KindAmount, KindStorage, OwnerStorage, Session, Storage, Worker, WorkerState};
 pub use api::verdicts::{Verdict, VerdictRequest};

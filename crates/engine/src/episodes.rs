@@ -23,13 +23,11 @@ use crate::environment::{
     StepAnswer,
 };
 use crate::event::{Event, FinishReason};
-use crate::spec::{EnvironmentPlan, EpisodeReturn, OnParseError, Plan};
+use crate::spec::{EnvironmentPlan, EpisodeReturn, OnParseError, SamplingPlan};
 use rlood_types::rollout::{SampledGroup, Segment, Segments};
 
 /// Smallest number of tokens for an observation: an episode with less room than this and a turn has no further turn.
 const MIN_OBSERVATION_TOKENS: usize = 16;
-/// Maximum number of messages in an environment's answer.
-const MAX_MESSAGES: usize = 64;
 
 /// An episode that is being played.
 struct Player {
@@ -132,34 +130,51 @@ impl Player {
     }
 }
 
-/// The services of the run that the episodes need.
-pub(super) trait Table {
+/// The services that the episodes need: those of a run, or of a test of the environment.
+pub trait Table {
     /// Samples one completion for each prompt, each of at most `max_tokens` tokens.
+    ///
+    /// # Errors
+    /// Fails if the run ends or sampling fails.
     fn generate(&mut self, prompts: &[GeneratePrompt<'_>], max_tokens: usize) -> Result<Vec<Generated>, RunEnd>;
 
     /// Asks the environment. Returns one reply for each call.
+    ///
+    /// # Errors
+    /// Fails if the run ends or the environment stays away.
     fn ask(&mut self, calls: &[EpisodeCall]) -> Result<Vec<Reply>, RunEnd>;
 
     /// Reports an event to the host.
+    ///
+    /// # Errors
+    /// Fails if the run ends.
     fn event(&mut self, event: Event) -> Result<(), RunEnd>;
 }
 
 /// The episodes of one rollout.
-pub(super) struct Episodes<'a> {
-    pub plan: &'a Plan,
+#[derive(Debug)]
+pub struct Episodes<'a> {
+    /// The sampling settings of the job.
+    pub sampling: &'a SamplingPlan,
+    /// The environment of the job.
     pub environment: &'a EnvironmentPlan,
+    /// The tokenizer and the chat template of the model.
     pub text: &'a Text,
     /// The prompts by dataset row.
     pub prompts: &'a [TokenizedPrompt],
+    /// Number of episodes for each row.
     pub num_generations: NonZeroUsize,
     /// The root key of the completions, and that of the environment's seeds.
     pub keys: (Key, Key),
 }
 
 /// Plays all episodes of a rollout: `num_generations` for each of these rows.
-pub(super) fn play(table: &mut dyn Table, episodes: &Episodes<'_>, rows: &[u64]) -> Result<Vec<SampledGroup>, RunEnd> {
-    let Episodes { plan, environment, text, num_generations, .. } = *episodes;
-    let renderer = TurnRenderer::new(text, &plan.sampling.chat_template_kwargs);
+///
+/// # Errors
+/// Fails if the table fails, or if the model's chat template cannot render a turn.
+pub fn play(table: &mut dyn Table, episodes: &Episodes<'_>, rows: &[u64]) -> Result<Vec<SampledGroup>, RunEnd> {
+    let Episodes { sampling, environment, text, num_generations, .. } = *episodes;
+    let renderer = TurnRenderer::new(text, &sampling.chat_template_kwargs);
     let renderer = renderer.map_err(|error| EngineError::Prompts(error.to_string()))?;
     let parser = ToolParser::named(&environment.tool_parser)
         .unwrap_or_else(|| ToolParser::by_template(text.chat_template().unwrap_or_default()).parser);
@@ -169,7 +184,7 @@ pub(super) fn play(table: &mut dyn Table, episodes: &Episodes<'_>, rows: &[u64])
         parser,
         opens_reasoning: renderer.opens_reasoning(),
         renderer,
-        turn_tokens: plan.sampling.max_completion_length as usize,
+        turn_tokens: sampling.max_completion_length as usize,
     };
     let of_row = |&row: &u64| (0..num_generations.get() as u32).map(move |index| Player::new(row, index));
     let mut players: Vec<Player> = rows.iter().flat_map(of_row).collect();
@@ -266,15 +281,8 @@ impl Game<'_> {
 
     /// Renders the prompt of an episode that the environment has begun. Fails with the reason.
     fn open(&self, player: &mut Player, messages: &[Value], answer: ResetAnswer) -> Result<(), String> {
+        answer.check_messages()?;
         let ResetAnswer { session, messages: opening, tools } = answer;
-        let is_known = |message: &Value| {
-            matches!(message["role"].as_str(), Some("system" | "user")) && message["content"].is_string()
-        };
-        if opening.len() > MAX_MESSAGES || !opening.iter().all(is_known) {
-            return Err(format!(
-                "the messages of a reset must be at most {MAX_MESSAGES}, of role system or user, with a text as content"
-            ));
-        }
         let tools = Tools::new(&tools).map_err(|error| format!("tools{}: {error}", error.pointer))?;
         let all = [messages, opening.as_slice()].concat();
         let first = self.renderer.first(&all, messages.len(), &tools).map_err(|error| error.to_string())?;
@@ -427,6 +435,7 @@ impl Game<'_> {
     /// Applies an environment's answer to a turn. Fails with the reason if it is not valid.
     fn apply(&self, player: &mut Player, taken: &Taken, answer: StepAnswer) -> Result<(), String> {
         answer.check_metrics()?;
+        let checked = answer.check_messages(&taken.calls);
         let StepAnswer { messages, reward, done, metrics, session, latency_ms } = answer;
         if reward.is_some_and(|reward| !reward.is_finite()) {
             return Err("a reward must be a finite number or null".to_owned());
@@ -439,7 +448,7 @@ impl Game<'_> {
             player.end(if done { EpisodeStop::EnvDone } else { taken.ends.unwrap_or(EpisodeStop::EnvDone) });
             return Ok(());
         }
-        check_observations(&taken.calls, &messages)?;
+        checked?;
         if messages.is_empty() {
             player.end(EpisodeStop::NoCall);
             return Ok(());
@@ -534,28 +543,6 @@ fn ask(table: &mut dyn Table, calls: &[EpisodeCall]) -> Result<Vec<Reply>, RunEn
         return Err(RunEnd::Failed(EngineError::Input(message)));
     }
     Ok(replies)
-}
-
-/// Checks that every call has its answer, in order, before other messages.
-fn check_observations(calls: &[String], messages: &[Value]) -> Result<(), String> {
-    if messages.len() > MAX_MESSAGES.max(calls.len()) {
-        return Err(format!("an answer may have at most {MAX_MESSAGES} messages, not {}", messages.len()));
-    }
-    if let Some(index) = messages.iter().position(|message| !message["content"].is_string()) {
-        return Err(format!("messages/{index}/content must be a text"));
-    }
-    let answers = messages.iter().take_while(|message| message["role"] == "tool");
-    let answered: Vec<&str> = answers.map(|message| message["tool_call_id"].as_str().unwrap_or_default()).collect();
-    if answered != calls.iter().map(String::as_str).collect::<Vec<_>>() {
-        return Err(format!(
-            "each tool call must be answered by one message of role tool, in the order of the calls: expected are the tool_call_id {}",
-            calls.join(", ")
-        ));
-    }
-    match messages[answered.len()..].iter().position(|message| message["role"] != "user") {
-        Some(index) => Err(format!("messages/{}/role must be tool or user", index + answered.len())),
-        None => Ok(()),
-    }
 }
 
 /// Returns the reward of an episode; `None` if no turn had one.

@@ -65,7 +65,7 @@ pub mod block;
 pub mod certificate;
 pub mod checkpoint;
 pub mod delta;
-mod episodes;
+pub mod episodes;
 pub mod error;
 mod evaluate;
 pub mod generate;

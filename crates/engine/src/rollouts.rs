@@ -199,7 +199,7 @@ impl Rollouts<'_> {
         let plan = self.plan;
         if let Some(environment) = &plan.environment {
             let episodes = Episodes {
-                plan,
+                sampling: &plan.sampling,
                 environment,
                 text: &self.data.text,
                 prompts: self.data.prompts_of(id.phase),

@@ -1,5 +1,5 @@
-//! Python functions as rewards: a child process that serves functions by contract v1, for `rlood reward serve` and
-//! for rewards of type `python`.
+//! Python functions as rewards, and Python classes as environments: a child process that serves them by contract v1, for
+//! `rlood reward serve`, for rewards of type `python`, and for `rlood env serve`.
 //!
 //! The process runs the program in `python/`, which is embedded in this binary. It inherits a listening socket as standard
 //! output and one end of a socket pair as standard input. The pair carries the program and its settings to the process and one
@@ -22,15 +22,21 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 pub use function::{PythonFunction, PythonFunctions};
-pub use targets::{Target, read_targets};
+pub use targets::{Target, Wanted, read_targets};
 
-/// The embedded Python program: three files of `python/`, concatenated.
+/// The embedded Python program: the files of `python/`, concatenated.
 const PROGRAM: &str = concat!(
     include_str!("python/functions.py"),
     "\n\n",
     include_str!("python/processes.py"),
     "\n\n",
     include_str!("python/server.py"),
+    "\n\n",
+    include_str!("python/tools.py"),
+    "\n\n",
+    include_str!("python/games.py"),
+    "\n\n",
+    include_str!("python/episodes.py"),
     "\n\nmain()\n"
 );
 
@@ -88,19 +94,36 @@ pub enum PythonError {
     /// The Python process reports that the user's file or a function in it cannot be used.
     #[error("{message}")]
     Failed {
-        /// Stable error code: `load_failed`, `function_not_found`, `file_not_found`, `file_changed` or `python_too_old`.
+        /// Stable error code: `load_failed`, `function_not_found`, `class_not_found`, `class_not_usable`, `tool_not_usable`,
+        /// `state_in_use`, `file_not_found`, `file_changed` or `python_too_old`.
         code: String,
         /// Human-readable description of the error.
         message: String,
     },
 }
 
-/// Settings of a Python process that serves reward functions.
+/// What a Python process serves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Service {
+    /// Functions as rewards.
+    Rewards,
+    /// Classes as environments.
+    Environments {
+        /// Directory that keeps the requests and answers of each episode; `None` keeps them in memory alone.
+        state: Option<PathBuf>,
+        /// Time without a request after which the object of an episode is dropped.
+        forget_after: Duration,
+    },
+}
+
+/// Settings of a Python process that serves reward functions or environments.
 #[derive(Debug, Clone)]
 pub struct Settings {
+    /// What the process serves.
+    pub service: Service,
     /// Path of the Python program; `None` uses `RLOOD_PYTHON`, else python3 or python.
     pub python: Option<PathBuf>,
-    /// Python files, and the functions in them to serve.
+    /// Python files, and the functions or classes in them to serve.
     pub targets: Vec<Target>,
     /// Number of processes that run the functions concurrently.
     pub processes: u32,
@@ -127,6 +150,7 @@ impl Settings {
     /// limit for a call.
     pub fn new(targets: Vec<Target>) -> Self {
         Self {
+            service: Service::Rewards,
             python: None,
             targets,
             processes: 1,
@@ -142,8 +166,12 @@ impl Settings {
     }
 
     fn message(&self) -> Value {
+        let (role, state, forget_after) = match &self.service {
+            Service::Rewards => ("server", None, None),
+            Service::Environments { state, forget_after } => ("environments", state.as_ref(), Some(forget_after)),
+        };
         json!({
-            "role": "server", "boot": BOOT, "targets": self.targets, "processes": self.processes.max(1),
+            "role": role, "state": state, "forget_after_s": forget_after.map(Duration::as_secs_f64), "boot": BOOT, "targets": self.targets, "processes": self.processes.max(1),
             "batch_size": self.batch_size.unwrap_or(0), "call_timeout_s": self.call_timeout.as_secs_f64(),
             "load_timeout_s": LOAD_TIMEOUT.as_secs(), "reload": self.reload, "secrets": self.secrets,
             "allowed_hosts": self.allowed_hosts, "max_connections": self.max_connections,
@@ -159,16 +187,16 @@ enum Started {
     Failed { code: String, message: String },
 }
 
-/// A running Python process that serves reward functions. Dropping this value stops the process.
+/// A running Python process that serves reward functions or environments. Dropping this value stops the process.
 #[derive(Debug)]
 pub struct PythonServer {
     child: Option<Child>,
     channel: UnixStream,
     /// Address on which the Python process listens.
     pub address: SocketAddr,
-    /// Names of the Python functions; the URL path of each is its name.
+    /// Names of the Python functions or classes; the URL path of each is its name.
     pub functions: Vec<String>,
-    /// Version of the Python that runs the functions, such as 3.12.1.
+    /// Version of the Python that runs them, such as 3.12.1.
     pub version: String,
 }
 

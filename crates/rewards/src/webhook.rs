@@ -36,6 +36,7 @@ mod concurrency;
 mod delivery;
 pub(super) mod dialect;
 pub(super) mod endpoint;
+pub mod environment_wire;
 mod episodes;
 mod record;
 mod request;
@@ -44,7 +45,7 @@ pub(crate) mod wait;
 mod wire;
 
 pub use delivery::{Ping, PingReply};
-pub use episodes::EnvironmentClient;
+pub use episodes::{EnvironmentClient, MAX_ANSWER_BYTES};
 pub use record::{Exchange, Received, Sent};
 pub use request::sample_json;
 

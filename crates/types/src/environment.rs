@@ -46,13 +46,15 @@ pub struct Reset {
 }
 
 /// A turn of the model.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[schema(as = EnvironmentTurn)]
 pub struct Step {
     /// Number of the turn, from 0.
     pub turn: u32,
     /// What the server's answer to the beginning or to the turn before called the session, if it did.
     pub session: Option<String>,
     /// The turn as a message `{role: "assistant", content, reasoning_content?, tool_calls?}`.
+    #[schema(value_type = Object)]
     pub message: Value,
     /// The turn as it was sampled, without the token that ended it.
     pub text: String,
@@ -200,6 +202,55 @@ impl StepAnswer {
             Some((name, _)) => Err(format!(
                 "metrics/{name} must be a finite number, with a name of 1 to 64 letters, digits and the characters _ - . /"
             )),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Maximum number of messages in an environment's answer. An answer to a turn with more tool calls may have one for each.
+pub const MAX_MESSAGES: usize = 64;
+
+impl ResetAnswer {
+    /// Checks that the messages are few enough, and that each has a role and a text that the beginning of an episode may have.
+    ///
+    /// # Errors
+    /// Returns what is wrong.
+    pub fn check_messages(&self) -> Result<(), String> {
+        let is_known = |message: &Value| {
+            matches!(message["role"].as_str(), Some("system" | "user")) && message["content"].is_string()
+        };
+        if self.messages.len() > MAX_MESSAGES || !self.messages.iter().all(is_known) {
+            return Err(format!(
+                "the messages of a reset must be at most {MAX_MESSAGES}, of role system or user, with a text as content"
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl StepAnswer {
+    /// Checks that every tool call has its message, in order, and that only messages of role `user` follow.
+    ///
+    /// # Errors
+    /// Returns what is wrong.
+    pub fn check_messages(&self, calls: &[String]) -> Result<(), String> {
+        let messages = &self.messages;
+        if messages.len() > MAX_MESSAGES.max(calls.len()) {
+            return Err(format!("an answer may have at most {MAX_MESSAGES} messages, not {}", messages.len()));
+        }
+        if let Some(index) = messages.iter().position(|message| !message["content"].is_string()) {
+            return Err(format!("messages/{index}/content must be a text"));
+        }
+        let answers = messages.iter().take_while(|message| message["role"] == "tool");
+        let answered: Vec<&str> = answers.map(|message| message["tool_call_id"].as_str().unwrap_or_default()).collect();
+        if answered != calls.iter().map(String::as_str).collect::<Vec<_>>() {
+            return Err(format!(
+                "each tool call must be answered by one message of role tool, in the order of the calls: expected are the tool_call_id {}",
+                calls.join(", ")
+            ));
+        }
+        match messages.iter().skip(answered.len()).position(|message| message["role"] != "user") {
+            Some(index) => Err(format!("messages/{}/role must be tool or user", index + answered.len())),
             None => Ok(()),
         }
     }

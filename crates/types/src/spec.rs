@@ -7,6 +7,7 @@
 
 mod adapter;
 mod document;
+mod environment_test;
 mod environments;
 mod estimate;
 mod evaluation;
@@ -44,7 +45,8 @@ mod warm_up;
 
 pub use adapter::{ModuleRank, PeftConfig, StoredModule};
 pub use document::{JobSpec, Labels, TrainingSpec, read_labels, submittable, submittable_dataset};
-pub use environments::ENVIRONMENT_SECRET;
+pub use environment_test::{EnvironmentTestSpec, MAX_TEST_ROWS};
+pub use environments::{ENVIRONMENT_SECRET, read_single_environment};
 pub use estimate::Estimate;
 pub use evaluation::{
     EvalSpec, GuardSpec, PromptKey, held_out_count, held_out_rows, prompt_key, shared_prompts, test_rows,

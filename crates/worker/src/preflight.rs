@@ -28,13 +28,16 @@ use crate::engine::kernels::isa::Isa;
 use crate::engine::memory::peak_resident_bytes;
 use crate::engine::random::{Key, Stream};
 use crate::engine::rollout::num_generations;
+use crate::id::JobId;
 use crate::modelcard;
 use crate::one_shot::{self, OneShotError, error_text};
 use crate::outgoing::OutgoingPolicy;
 use crate::reward::Rewards;
+use crate::reward::client::RewardClient;
+use crate::reward::episodes::EpisodeServer;
 use crate::reward::webhook::Webhook;
 use crate::reward_model::LocalRewardModels;
-use crate::spec::{ComputeDtype, OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets};
+use crate::spec::{ComputeDtype, OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets, ServicePlan};
 
 /// Stack size of the engine's thread: autograd sorts its graph recursively, and the graph of a long sequence is deep. Only pages
 /// that are touched use memory.
@@ -96,6 +99,14 @@ async fn measure(task: PreflightTask, device: &str, deadline: Instant) -> Result
     let rewards = Rewards::with_models(&limited, &secrets, &policy, None, Some(Arc::new(models)))
         .map_err(|error| failed("reward_not_usable", error))?;
     rewards.prepare().await.map_err(|error| failed("reward_not_usable", error))?;
+    let environment = plan.environment.as_ref().map(|environment| {
+        let client = RewardClient::new(&policy).map_err(|error| failed("environment_not_usable", error))?;
+        let mut limited = environment.clone();
+        limit_service(&mut limited.service, left_ms(deadline));
+        let environment = rewards.environment(&limited, &secrets, (&client, None), JobId::new());
+        environment.map_err(|error| failed("environment_not_usable", error))
+    });
+    let environment = environment.transpose()?;
     let scratch = tempfile::tempdir().map_err(|error| failed("scratch_error", error))?;
     let prompts = rows.iter().map(|(_, row)| prompt_row(row)).collect::<Option<Vec<PromptRow>>>();
     let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row of the dataset has no prompt"))?;
@@ -106,6 +117,7 @@ async fn measure(task: PreflightTask, device: &str, deadline: Instant) -> Result
         runtime: Handle::current(),
         plan,
         rewards,
+        environment,
         numbers: rows.iter().map(|(row, _)| *row).collect(),
         prompts,
         model_dir,
@@ -134,17 +146,24 @@ async fn measure(task: PreflightTask, device: &str, deadline: Instant) -> Result
 fn limit_reward(reward: &RewardPlan, deadline: Instant) -> RewardPlan {
     // The timeout of a reward request ends before the preflight's own time limit, so that the report can say that a
     // service does not answer.
-    let left = deadline.saturating_duration_since(Instant::now()) / 3;
-    let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1);
-    let kind = reward.kind.with_service(|service| {
-        service.max_tries = 1;
-        service.max_invalid_tries = 0;
-        service.max_outage_s = 0;
-        service.on_invalid = OnInvalid::Mask;
-        service.timeout_ms = service.timeout_ms.min(left_ms);
-        service.deadline_ms = service.deadline_ms.min(left_ms);
-    });
+    let left_ms = left_ms(deadline);
+    let kind = reward.kind.with_service(|service| limit_service(service, left_ms));
     RewardPlan { required: false, kind, ..reward.clone() }
+}
+
+/// The time limit of one request, in milliseconds.
+fn left_ms(deadline: Instant) -> u64 {
+    let left = deadline.saturating_duration_since(Instant::now()) / 3;
+    u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1)
+}
+
+fn limit_service(service: &mut ServicePlan, left_ms: u64) {
+    service.max_tries = 1;
+    service.max_invalid_tries = 0;
+    service.max_outage_s = 0;
+    service.on_invalid = OnInvalid::Mask;
+    service.timeout_ms = service.timeout_ms.min(left_ms);
+    service.deadline_ms = service.deadline_ms.min(left_ms);
 }
 
 fn prompt_row(row: &serde_json::Map<String, Value>) -> Option<PromptRow> {
@@ -187,6 +206,8 @@ struct Preflight {
     runtime: Handle,
     plan: Plan,
     rewards: Rewards,
+    /// The environment or the tools of the job's episodes.
+    environment: Option<EpisodeServer>,
     /// Indices in the dataset of the rows that the preflight uses.
     numbers: Vec<u64>,
     prompts: Vec<PromptRow>,

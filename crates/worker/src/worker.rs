@@ -13,6 +13,7 @@ mod claim_ref;
 mod client;
 mod client_error;
 mod clock;
+mod environments;
 mod events;
 mod failure;
 mod fetch;

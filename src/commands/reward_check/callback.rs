@@ -76,7 +76,7 @@ impl Check {
         };
         let (Ok(token), id) = (Key::generate(), new_id()) else { return };
         let token = token.trim_start_matches("whsec_").to_owned();
-        self.secrets.push(token.clone());
+        self.findings.secrets.push(token.clone());
         let samples = self.samples.clone();
         let inbox: Shared = Arc::new(Mutex::new(Inbox {
             id: id.clone(),

@@ -79,7 +79,8 @@ impl Check {
                 }
             }
         }
-        let steady = !self.findings.iter().any(|finding| finding.check == "order" && finding.outcome != Outcome::Ok);
+        let steady =
+            !self.findings.list.iter().any(|finding| finding.check == "order" && finding.outcome != Outcome::Ok);
         if let Some(example) = wrong.first() {
             let detail =
                 format!("{CONCURRENT} concurrent requests: {} not answered; for example: {example}", wrong.len());

@@ -2,6 +2,7 @@
 
 use serde_json::json;
 
+use super::super::contract_check::SIGNATURE_CASES;
 use super::wire::{Got, Signing};
 use super::{Check, Outcome, new_id, read};
 
@@ -11,62 +12,9 @@ impl Check {
         if self.wire.key.is_none() {
             return;
         }
-        let cases: [(&'static str, &str, Signing, &str); 5] = [
-            (
-                "unsigned",
-                "a request without a signature",
-                Signing::Missing,
-                "refuse (401) requests without webhook-signature",
-            ),
-            (
-                "wrong_signature",
-                "a request signed with another secret",
-                Signing::Stranger,
-                "compare webhook-signature with your own (in constant time) and refuse (401) a mismatch",
-            ),
-            (
-                "tampered_body",
-                "a request whose signature is of another body",
-                Signing::Tampered,
-                "compute the signature over the received bytes of the body, before parsing them",
-            ),
-            (
-                "stale_timestamp",
-                "a well-signed request that is ten minutes old",
-                Signing::Aged(600),
-                "refuse (401) a webhook-timestamp more than five minutes from your clock: otherwise a recorded request can be replayed",
-            ),
-            (
-                "future_timestamp",
-                "a well-signed request from ten minutes ahead",
-                Signing::Aged(-600),
-                "refuse (401) a webhook-timestamp more than five minutes from your clock",
-            ),
-        ];
-        for (check, what, signing, fix) in cases {
-            match self.signed(signing).await {
-                Err(why) => {
-                    self.find(
-                        check,
-                        Outcome::Failed,
-                        format!("{what}: {why}"),
-                        "answer 401 instead of closing the connection",
-                    );
-                }
-                Ok(got) if got.is_success() => {
-                    self.find(check, Outcome::Warning, format!("{what} was accepted ({})", got.status), fix);
-                }
-                Ok(got) if got.status >= 500 => {
-                    let detail = format!("{what} was answered {}{}", got.status, got.excerpt());
-                    self.find(
-                        check,
-                        Outcome::Warning,
-                        detail,
-                        "answer 401: a 5xx means that the same request may succeed later",
-                    );
-                }
-                Ok(got) => self.find(check, Outcome::Ok, format!("{what} was refused ({})", got.status), ""),
-            }
+        for case in &SIGNATURE_CASES {
+            let (outcome, detail) = case.judge(self.signed(case.signing).await);
+            self.find(case.check, outcome, detail, case.fix_of(outcome));
         }
         if !answers {
             return;

@@ -40,7 +40,7 @@ fn not_found(name: &str) -> Problem {
 ///
 /// # Errors
 /// Fails if there is no such model, or its files have changed.
-pub(super) async fn resolve(state: &AppState, caller: &Caller, name: &str) -> Result<Chosen, Problem> {
+pub(in super::super) async fn resolve(state: &AppState, caller: &Caller, name: &str) -> Result<Chosen, Problem> {
     let (job, which) = name.split_once('@').map_or((name, None), |(job, which)| (job, Some(which)));
     if let Ok(id) = job.parse::<JobId>() {
         let choice = match which {

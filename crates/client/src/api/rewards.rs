@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use jiff::Timestamp;
 use reqwest::Method;
+use rlood_types::environment::Episode;
 use rlood_types::event::SamplePhase;
 use rlood_types::id::{JobId, RewardRequestId};
 use serde::Deserialize;
@@ -34,6 +35,24 @@ pub struct RewardTest {
     /// Warnings about things that work but should be changed.
     #[serde(default)]
     pub warnings: Vec<String>,
+}
+
+/// The result of an environment test.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub struct EnvironmentTest {
+    /// Whether every episode ended with a reward, and nothing went wrong.
+    pub ok: bool,
+    /// Id of the model that played.
+    pub model: String,
+    /// One episode for each row, in order; empty if they could not be played to their end.
+    pub episodes: Vec<Episode>,
+    /// What went wrong, in words.
+    pub problems: Vec<String>,
+    /// The HTTP requests and responses of the test.
+    #[serde(default)]
+    pub exchanges: Vec<Value>,
+    /// Total time, in milliseconds.
+    pub latency_ms: f64,
 }
 
 /// The result for one sample.
@@ -181,6 +200,17 @@ impl Client {
     /// is not an error.
     pub async fn test_reward(&self, reward: &Value, samples: &Value) -> Result<RewardTest, Error> {
         let call = self.call(Method::POST, &["rewards", "test"]).json(&json!({"reward": reward, "samples": samples}));
+        self.json(call.repeat(Repeat::Again).work(SERVER_TIME_LIMIT)).await
+    }
+
+    /// Plays test episodes with an environment. `request` is as in the OpenAPI document: `{"environment": …, "rows": […]}`, and
+    /// optionally `model`, `sampling`, `seed`. Each request to the environment is sent once.
+    ///
+    /// # Errors
+    /// Fails with `invalid_body` if the environment or the rows are not valid, or with any other [`Error`]. A failure of the
+    /// environment is not an error.
+    pub async fn test_environment(&self, request: &Value) -> Result<EnvironmentTest, Error> {
+        let call = self.call(Method::POST, &["environments", "test"]).json(request);
         self.json(call.repeat(Repeat::Again).work(SERVER_TIME_LIMIT)).await
     }
 

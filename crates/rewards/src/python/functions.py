@@ -1,4 +1,5 @@
-"""Serves Python functions as rewards: the reward contract v1 over HTTP, and TRL's signature of reward functions.
+"""Serves Python functions as rewards by the reward contract v1, with TRL's signature of reward functions, and Python classes as
+environments by the environment contract v1.
 
 Uses only Python's standard library, 3.8 or newer. `rlood` starts this program as a server (python.rs), and the server starts the
 program again for each worker process. Functions run only in workers, so that a function that crashes or hangs does not stop the
@@ -45,8 +46,12 @@ WATCH_S = 0.5
 BOOT = []
 
 
+# The command that this process belongs to.
+TITLE = ["rlood reward serve"]
+
+
 def say(text):
-    print("rlood reward serve: " + text, file=sys.stderr, flush=True)
+    print(TITLE[0] + ": " + text, file=sys.stderr, flush=True)
 
 
 # Messages between the server and a worker: four bytes with the length, then JSON.
@@ -85,8 +90,8 @@ class NotLoaded(Exception):
         self.code = code
 
 
-def load(target):
-    """Loads the functions of one file or module, and returns them by name."""
+def load(target, noun="function"):
+    """Loads the functions, or what the noun says, of one file or module, and returns them by name."""
     import importlib
     import importlib.util
 
@@ -103,10 +108,10 @@ def load(target):
             exec(compile(base64.b64decode(target["source"]), path, "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
         raise NotLoaded("load_failed", "%s cannot be loaded: %s" % (target["shown"], told(error))) from error
-    return {name: find(module, name, target["shown"]) for name in target["functions"]}
+    return {name: find(module, name, target["shown"], noun) for name in target["functions"]}
 
 
-def find(module, name, shown):
+def find(module, name, shown, noun):
     found = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -114,9 +119,12 @@ def find(module, name, shown):
             own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
             own = [n for n in own if getattr(vars(module)[n], "__module__", None) == module.__name__]
             there = "its functions are: " + ", ".join(own) if own else "it defines no function"
-            raise NotLoaded("function_not_found", "%s has no function '%s'; %s" % (shown, name, there))
-    if not callable(found):
-        raise NotLoaded("function_not_found", "'%s' of %s is no function, but %s" % (name, shown, type(found).__name__))
+            if noun == "class":
+                own = [n for n in own if isinstance(vars(module)[n], type)]
+                there = "its classes are: " + ", ".join(own) if own else "it defines no class"
+            raise NotLoaded(noun + "_not_found", "%s has no %s '%s'; %s" % (shown, noun, name, there))
+    if not callable(found) or noun == "class" and not isinstance(found, type):
+        raise NotLoaded(noun + "_not_found", "'%s' of %s is no %s, but %s" % (name, shown, noun, type(found).__name__))
     return found
 
 

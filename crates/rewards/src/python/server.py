@@ -61,9 +61,9 @@ class Answers:
 class Refused(Exception):
     """Error for a rejected request: an HTTP status and a reason."""
 
-    def __init__(self, status, reason):
+    def __init__(self, status, reason, code="refused"):
         super().__init__(reason)
-        self.status = status
+        self.status, self.code = status, code
 
 
 def verify(keys, headers, body):
@@ -85,12 +85,17 @@ def no_constant(name):
     raise ValueError("%s is not valid JSON" % name)
 
 
-def read_request(body):
+def read_json(body):
+    """Returns a request's body and its type. The body need not be an object; its type is then None."""
     try:
         request = json.loads(body, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise Refused(400, "the body is not JSON: %s" % error) from None
-    kind = request.get("type") if isinstance(request, dict) else None
+    return request, request.get("type") if isinstance(request, dict) else None
+
+
+def read_request(body):
+    request, kind = read_json(body)
     if kind not in ("reward.ping", "reward.score.request"):
         raise Refused(422, "'type' must be reward.ping or reward.score.request")
     if kind == "reward.ping":
@@ -165,6 +170,8 @@ def compute(server, function, request, key, answer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    """Reads, checks and answers requests. A subclass defines `post` and `get` for its contract."""
+
     protocol_version = "HTTP/1.1"
     # Head and body are sent in one write: a second write would wait for the acknowledgement of the first.
     wbufsize = -1
@@ -175,19 +182,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         try:
             self.check_caller()
-            path = urllib.parse.urlsplit(self.path).path
-            if path.startswith("/status/"):
-                verify(self.server.keys, self.headers, b"")
-                answer = self.server.answers.by_token.get(path[len("/status/") :])
-                if answer is None:
-                    raise Refused(404, "request not found")
-                if not answer.done.wait(1.0):
-                    return self.say(202, {"eta_ms": 1000})
-                return self.reply(200, answer.body)
-            endpoints = ["/" + name for name in self.server.functions]
-            self.say(200, {"service": "rlood reward serve", "contract": "1", "endpoints": endpoints})
+            self.get(urllib.parse.urlsplit(self.path).path)
         except Refused as refused:
             self.refuse(refused)
+
+    def get(self, path):
+        endpoints = ["/" + name for name in self.server.names_served]
+        self.say(200, {"service": self.server.title, "contract": "1", "endpoints": endpoints})
 
     def do_POST(self):
         try:
@@ -208,36 +209,19 @@ class Handler(BaseHTTPRequestHandler):
                 return
             self.close_connection = closes
             verify(self.server.keys, self.headers, body)
-            request = read_request(body)
-            function = self.function()
-            if request["type"] == "reward.ping":
-                return self.say(200, {"max_batch_samples": MAX_SAMPLES, "modes": ["sync", "async"]})
-            self.score(function, request, body)
+            self.post(body)
         except Refused as refused:
             self.refuse(refused)
 
-    def function(self):
+    def served(self, *aliases):
+        """Returns the name that the request's path asks for. A path in `aliases` means the only one that is served."""
         name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).strip("/")
-        if name in self.server.functions:
+        names = self.server.names_served
+        if name in names:
             return name
-        if name in ("", "score") and len(self.server.functions) == 1:
-            return self.server.functions[0]
-        raise Refused(404, "not found; the endpoints are: " + ", ".join("/" + name for name in self.server.functions))
-
-    def score(self, function, request, body):
-        deadline_ms = request.get("deadline_ms")
-        good = isinstance(deadline_ms, (int, float)) and not isinstance(deadline_ms, bool) and deadline_ms > 0
-        seconds = min(deadline_ms / 1000.0, KEPT_S) if good else 300.0
-        key = (function, request["id"], hashlib.sha256(body).digest())
-        answer, is_new = self.server.answers.begin(key, seconds)
-        if answer is None:
-            return self.say(429, {"error": {"code": "busy", "message": "too many requests are waiting"}}, {"retry-after": "1"})
-        if is_new:
-            arguments = (self.server, function, request, key, answer)
-            threading.Thread(target=compute, args=arguments, daemon=True).start()
-        if answer.done.wait(SYNC_WAIT_S):
-            return self.reply(200, answer.body)
-        self.say(202, {"id": request["id"], "eta_ms": 1000, "status_url": "/status/" + answer.token})
+        if name in aliases and len(names) == 1:
+            return names[0]
+        raise Refused(404, "not found; the endpoints are: " + ", ".join("/" + name for name in names))
 
     def check_caller(self):
         """Rejects web pages of other origins, and host names that were redirected to this server (DNS rebinding)."""
@@ -253,7 +237,8 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(403, "requests from web pages of other origins are not allowed")
 
     def refuse(self, refused):
-        self.say(refused.status, {"error": {"code": "refused", "message": str(refused)}})
+        headers = {"retry-after": "1"} if refused.status in (429, 503) else None
+        self.say(refused.status, {"error": {"code": refused.code, "message": str(refused)}}, headers)
 
     def say(self, status, value, headers=None):
         self.reply(status, json.dumps(value).encode(), headers)
@@ -273,6 +258,43 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class RewardHandler(Handler):
+    """Answers requests of the reward contract."""
+
+    def get(self, path):
+        if not path.startswith("/status/"):
+            return super().get(path)
+        verify(self.server.keys, self.headers, b"")
+        answer = self.server.answers.by_token.get(path[len("/status/") :])
+        if answer is None:
+            raise Refused(404, "request not found")
+        if not answer.done.wait(1.0):
+            return self.say(202, {"eta_ms": 1000})
+        self.reply(200, answer.body)
+
+    def post(self, body):
+        request = read_request(body)
+        function = self.served("", "score")
+        if request["type"] == "reward.ping":
+            return self.say(200, {"max_batch_samples": MAX_SAMPLES, "modes": ["sync", "async"]})
+        self.score(function, request, body)
+
+    def score(self, function, request, body):
+        deadline_ms = request.get("deadline_ms")
+        good = isinstance(deadline_ms, (int, float)) and not isinstance(deadline_ms, bool) and deadline_ms > 0
+        seconds = min(deadline_ms / 1000.0, KEPT_S) if good else 300.0
+        key = (function, request["id"], hashlib.sha256(body).digest())
+        answer, is_new = self.server.answers.begin(key, seconds)
+        if answer is None:
+            raise Refused(429, "too many requests are waiting", "busy")
+        if is_new:
+            arguments = (self.server, function, request, key, answer)
+            threading.Thread(target=compute, args=arguments, daemon=True).start()
+        if answer.done.wait(SYNC_WAIT_S):
+            return self.reply(200, answer.body)
+        self.say(202, {"id": request["id"], "eta_ms": 1000, "status_url": "/status/" + answer.token})
+
+
 def is_address(name):
     for family, text in ((socket.AF_INET, name), (socket.AF_INET6, name.strip("[]"))):
         try:
@@ -284,16 +306,17 @@ def is_address(name):
 
 
 class Server(ThreadingHTTPServer):
+    """An HTTP server on an inherited socket. A subclass says what it serves: `title`, `under_way` and `stop`."""
+
     daemon_threads = True
 
-    def __init__(self, listening, settings, pool):
-        self.pool, self.answers = pool, Answers()
-        self.functions = [name for target in settings["targets"] for name in target["functions"]]
+    def __init__(self, listening, settings, handler):
+        self.names_served = [name for target in settings["targets"] for name in target["functions"]]
         self.keys = [base64.b64decode(secret[len("whsec_") :]) for secret in settings["secrets"]]
         self.names = ["localhost", socket.gethostname().lower()] + [n.lower() for n in settings["allowed_hosts"]]
         self.places = threading.BoundedSemaphore(settings["max_connections"])
         self.address_family = listening.family
-        super().__init__(listening.getsockname(), Handler, bind_and_activate=False)
+        super().__init__(listening.getsockname(), handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
 
@@ -314,21 +337,37 @@ class Server(ThreadingHTTPServer):
             say("a request failed: " + told(error))
 
 
-def serve(channel, settings):
-    """Runs the server process."""
+class RewardServer(Server):
+    """Serves functions as rewards."""
+
+    title = "rlood reward serve"
+
+    def __init__(self, listening, settings):
+        self.pool, self.answers = Pool(settings), Answers()
+        super().__init__(listening, settings, RewardHandler)
+        if settings["reload"]:
+            threading.Thread(target=self.pool.watch, daemon=True).start()
+
+    def under_way(self):
+        return self.answers.under_way()
+
+    def stop(self):
+        self.pool.stop()
+
+
+def serve(channel, settings, kind):
+    """Runs the server process with a server of this class."""
     listening = socket.socket(fileno=os.dup(1))
     listening.setblocking(True)
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    TITLE[:] = [kind.title]
     try:
-        pool = Pool(settings)
+        server = kind(listening, settings)
     except NotLoaded as error:
         report(channel, {"event": "failed", "code": error.code, "message": str(error)})
         os._exit(3)
-    server = Server(listening, settings, pool)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    if settings["reload"]:
-        threading.Thread(target=pool.watch, daemon=True).start()
     ending = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
 
@@ -336,33 +375,33 @@ def serve(channel, settings):
         # A byte requests a graceful stop; the end of the channel requests an immediate one.
         orderly = channel.recv(1)
         if not orderly:
-            end(pool)
+            end(server)
         ending.set()
         channel.recv(1)
-        end(pool)
+        end(server)
 
     version = "%d.%d.%d" % sys.version_info[:3]
-    report(channel, {"event": "ready", "functions": server.functions, "python": version})
+    report(channel, {"event": "ready", "functions": server.names_served, "python": version})
     threading.Thread(target=listen, daemon=True).start()
     # The wait has a time limit, because signals are not handled during an unlimited wait.
     while not ending.wait(3600):
         pass
     server.shutdown()
     until = time.monotonic() + DRAIN_S
-    while server.answers.under_way() and time.monotonic() < until:
+    while server.under_way() and time.monotonic() < until:
         time.sleep(0.02)
     # The pause allows the last answers to be sent.
     time.sleep(0.1)
-    end(pool)
+    end(server)
 
 
 def report(channel, value):
     channel.sendall(json.dumps(value).encode() + b"\n")
 
 
-def end(pool):
-    """Kills this process and all processes started by it or by functions, which are in its process group."""
-    pool.stop()
+def end(server):
+    """Kills this process and all processes started by it or by the user's code, which are in its process group."""
+    server.stop()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(0)
@@ -380,7 +419,7 @@ def main():
         os._exit(0)
     if settings["role"] == "worker":
         work(channel, settings)
+    elif settings["role"] == "environments":
+        serve(channel, settings, EpisodeServer)
     else:
-        serve(channel, settings)
-
-
+        serve(channel, settings, RewardServer)

@@ -1,4 +1,4 @@
-//! Parses `rewards.py:accuracy,format` or `my.module:accuracy` into files and functions.
+//! Parses `rewards.py:accuracy,format` or `my.module:accuracy` into files and functions, and `game.py:Wordle` into files and classes.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,26 @@ use serde::Serialize;
 
 use super::PythonError;
 
-/// A Python file or module, and the functions in it to serve as rewards.
+/// What targets name, for the messages about targets that are not valid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wanted {
+    /// What each name is, such as `function`.
+    pub noun: &'static str,
+    /// Its plural.
+    pub plural: &'static str,
+    /// A target that is valid.
+    pub example: &'static str,
+}
+
+impl Wanted {
+    /// Functions that are served as rewards.
+    pub const FUNCTIONS: Wanted =
+        Wanted { noun: "function", plural: "functions", example: "rewards.py:accuracy,format" };
+    /// Classes that are served as environments.
+    pub const CLASSES: Wanted = Wanted { noun: "class", plural: "classes", example: "game.py:Wordle" };
+}
+
+/// A Python file or module, and the functions or classes in it to serve.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Target {
     /// Path of the Python file; `None` for a module on Python's search path.
@@ -15,9 +34,9 @@ pub struct Target {
     pub module: Option<String>,
     /// Directory that Python searches first for the file's imports.
     pub folder: PathBuf,
-    /// The target (file and functions) as the user wrote it.
+    /// The file or module as the user wrote it.
     pub shown: String,
-    /// Names of the functions to serve.
+    /// Names of the functions or classes to serve.
     pub functions: Vec<String>,
     /// SHA-256 in hexadecimal that the Python file must have.
     pub sha256: Option<String>,
@@ -37,14 +56,14 @@ impl Target {
     }
 }
 
-/// Parses targets of the form `FILE_OR_MODULE:FUNCTION,…`. Relative paths start at `directory`.
+/// Parses targets of the form `FILE_OR_MODULE:NAME,…`. Relative paths start at `directory`.
 ///
 /// # Errors
-/// Fails when a target is not valid, a file does not exist, or two functions have the same name.
-pub fn read_targets(given: &[String], directory: &Path) -> Result<Vec<Target>, PythonError> {
+/// Fails when a target is not valid, a file does not exist, or two names are the same.
+pub fn read_targets(given: &[String], wanted: Wanted, directory: &Path) -> Result<Vec<Target>, PythonError> {
     let mut targets: Vec<Target> = Vec::new();
     for text in given {
-        let target = read_target(text, directory)?;
+        let target = read_target(text, wanted, directory)?;
         for name in &target.functions {
             if targets
                 .iter()
@@ -54,8 +73,9 @@ pub fn read_targets(given: &[String], directory: &Path) -> Result<Vec<Target>, P
                 .count()
                 > 1
             {
+                let Wanted { plural, .. } = wanted;
                 let detail = format!(
-                    "two functions are named '{name}': endpoints are named after functions, so serve them in two processes"
+                    "two {plural} are named '{name}': endpoints are named after {plural}, so serve them in two processes"
                 );
                 return Err(PythonError::Setting(detail));
             }
@@ -63,21 +83,24 @@ pub fn read_targets(given: &[String], directory: &Path) -> Result<Vec<Target>, P
         targets.push(target);
     }
     if targets.is_empty() {
-        return Err(PythonError::Setting("a reward function is required, for example rewards.py:accuracy".to_owned()));
+        let Wanted { noun, example, .. } = wanted;
+        return Err(PythonError::Setting(format!("a {noun} is required, for example {example}")));
     }
     Ok(targets)
 }
 
-fn read_target(text: &str, directory: &Path) -> Result<Target, PythonError> {
+fn read_target(text: &str, wanted: Wanted, directory: &Path) -> Result<Target, PythonError> {
+    let Wanted { noun, example, .. } = wanted;
     let invalid = |detail: String| Err(PythonError::Setting(detail));
     let Some((place, functions)) = text.rsplit_once(':').filter(|(place, _)| !place.is_empty()) else {
         return invalid(format!(
-            "'{text}' names no function: must be FILE:FUNCTION, for example rewards.py:accuracy,format"
+            "'{text}' names no {noun}: must be FILE:{}, for example {example}",
+            noun.to_uppercase()
         ));
     };
     let functions: Vec<String> = functions.split(',').map(|name| name.trim().to_owned()).collect();
     if let Some(bad) = functions.iter().find(|name| !is_dotted_name(name)) {
-        return invalid(format!("'{bad}' in '{text}' is not the name of a function"));
+        return invalid(format!("'{bad}' in '{text}' is not the name of a {noun}"));
     }
     let file = directory.join(place);
     let is_file = place.ends_with(".py") || place.contains('/');
@@ -120,7 +143,7 @@ mod tests {
 
     fn read(given: &[&str], directory: &Path) -> Result<Vec<Target>, String> {
         let given: Vec<String> = given.iter().map(|&text| text.to_owned()).collect();
-        read_targets(&given, directory).map_err(|error| error.to_string())
+        read_targets(&given, Wanted::FUNCTIONS, directory).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -140,7 +163,7 @@ mod tests {
             (&["rewards.py:a,a"], "two functions are named 'a'"),
             (&["my-module:a"], "neither a Python file"),
             (&["../:a"], "is a directory"),
-            (&[], "a reward function is required"),
+            (&[], "a function is required"),
         ] {
             let error = read(given, &scratch).unwrap_err();
             assert!(error.contains(part), "{given:?}: {error}");

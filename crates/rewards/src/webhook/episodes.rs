@@ -5,16 +5,16 @@
 //! answer before it is used, so an interrupted run asks nothing twice that was answered.
 
 use futures::future::try_join_all;
-use serde::Deserialize;
-use serde_json::{Value, json};
 
 use super::dialect::Contract;
+use super::environment_wire::{
+    Problem, RequestEnvironment, RequestEpisode, RequestHeader, RequestJob, VERSION, ping_body, read, request_body,
+};
 use super::request::Request;
 use super::wait::jitter;
-use super::{Delivered, RewardClient, Webhook};
+use super::{Delivered, Exchange, RewardClient, Webhook};
 use crate::digest::Sha256Digest;
-use crate::environment::{Ask, EpisodeCall, EpisodeId, Reply, ResetAnswer, StepAnswer};
-use crate::event::SamplePhase;
+use crate::environment::{Ask, EpisodeCall, EpisodeId, Reply, StepAnswer};
 use crate::id::JobId;
 use crate::journal::{Journal, JournaledRequest};
 use crate::protocol::{JournalEntry, RewardAnswer};
@@ -28,7 +28,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Maximum size of an environment's answer, in bytes.
-const MAX_ANSWER_BYTES: usize = 1 << 20;
+pub const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 /// Asks the environment of one job.
 pub struct EnvironmentClient {
@@ -74,6 +74,18 @@ impl EnvironmentClient {
         self
     }
 
+    /// Records requests and responses, for [`EnvironmentClient::exchanges`].
+    #[must_use]
+    pub fn recording(mut self) -> Self {
+        self.webhook = self.webhook.recording();
+        self
+    }
+
+    /// Returns the requests and responses recorded since the last call. Values of the user's headers are redacted.
+    pub fn exchanges(&self) -> Vec<Exchange> {
+        self.webhook.exchanges()
+    }
+
     /// Asks all these questions, as many at a time as the job's settings allow. Returns one reply for each, in order. Questions that
     /// close episodes are sent once and their answers ignored.
     ///
@@ -89,7 +101,7 @@ impl EnvironmentClient {
     /// Returns the reason for which it does not.
     pub async fn is_reachable(&self) -> Result<(), String> {
         let id = question_id(&format!("ping {}", self.job));
-        let body = json!({"type": "env.ping", "version": "1", "id": id}).to_string();
+        let body = ping_body(&id);
         match self.webhook.send(&Request::new(id, body, Duration::ZERO), None).await {
             Ok((status, ..)) if status.is_success() || matches!(status.as_u16(), 400 | 404 | 405 | 422) => Ok(()),
             Ok((status, ..)) => Err(format!("the server answered {status}")),
@@ -102,7 +114,7 @@ impl EnvironmentClient {
         let key = self.key(rollout, episode, ask);
         let id = question_id(&key);
         let request = || {
-            let body = self.body(&id, rollout, episode, ask).to_string();
+            let body = self.body(&id, rollout, episode, ask);
             let limit = Duration::from_millis(self.plan.service.deadline_ms);
             Request::new(id.clone(), body, limit).of_episode(self.episode_name(rollout, episode))
         };
@@ -217,98 +229,29 @@ impl EnvironmentClient {
         episode_name(self.job, rollout, episode)
     }
 
-    fn body(&self, id: &str, rollout: RolloutId, episode: &EpisodeId, ask: &Ask) -> Value {
-        let phase = match rollout.phase {
-            SamplePhase::Train => "train",
-            SamplePhase::Eval => "eval",
+    fn body(&self, id: &str, rollout: RolloutId, episode: &EpisodeId, ask: &Ask) -> String {
+        let EpisodeId { row, index, attempt } = *episode;
+        let header = RequestHeader {
+            version: VERSION.to_owned(),
+            id: id.to_owned(),
+            job: RequestJob { id: self.job, step: rollout.step, phase: rollout.phase },
+            environment: RequestEnvironment { name: self.plan.name.clone(), params: self.plan.params.clone() },
+            deadline_ms: self.plan.service.deadline_ms,
+            episode: RequestEpisode {
+                id: self.episode_name(rollout, episode),
+                group_id: format!("row_{row}"),
+                prompt_id: format!("row_{row}"),
+                index,
+                attempt,
+                seed: None,
+            },
         };
-        let name = self.episode_name(rollout, episode);
-        let mut of_episode = json!({
-            "id": name, "group_id": format!("row_{}", episode.row), "prompt_id": format!("row_{}", episode.row),
-            "index": episode.index, "attempt": episode.attempt,
-        });
-        let mut body = json!({
-            "type": "", "version": "1", "id": id, "job": {"id": self.job, "step": rollout.step, "phase": phase},
-            "environment": {"name": self.plan.name, "params": self.plan.params},
-            "deadline_ms": self.plan.service.deadline_ms,
-        });
-        match ask {
-            Ask::Reset(reset) => {
-                body["type"] = json!("env.reset.request");
-                of_episode["seed"] = json!(reset.seed);
-                body["messages"] = json!(reset.messages);
-                body["columns"] = json!(reset.columns);
-                body["limits"] = json!(reset.limits);
-            }
-            Ask::Step(step) => {
-                body["type"] = json!("env.step.request");
-                if let Value::Object(fields) = json!(step) {
-                    fields.into_iter().for_each(|(name, value)| body[name] = value);
-                }
-            }
-            Ask::Close(stop) => {
-                body["type"] = json!("env.close.request");
-                body["reason"] = json!(stop.name());
-            }
-        }
-        body["episode"] = of_episode;
-        body
+        request_body(header, ask)
     }
 }
 
 /// The code under which an episode that the server has forgotten is recorded.
 const LOST: &str = "episode_lost";
-
-/// Why an answer cannot be used.
-enum Problem {
-    Invalid(String),
-    Reported { code: String, is_retryable: bool },
-}
-
-/// The fields that every answer may have.
-#[derive(Deserialize)]
-struct Common {
-    #[serde(default)]
-    version: Option<String>,
-    #[serde(default)]
-    id: Option<String>,
-    #[serde(default)]
-    error: Option<Reported>,
-}
-
-#[derive(Deserialize)]
-struct Reported {
-    code: String,
-    #[serde(default)]
-    retryable: bool,
-}
-
-/// Reads an answer to a question with this id.
-fn read(body: &[u8], id: &str, ask: &Ask) -> Result<Reply, Problem> {
-    let invalid = |error: &dyn std::fmt::Display| Problem::Invalid(format!("the answer is not valid: {error}"));
-    let value = crate::strict_json::read(body).map_err(|error| invalid(&error))?;
-    let common: Common = serde_json::from_value(value.clone()).map_err(|error| invalid(&error))?;
-    if common.version.as_deref().is_some_and(|version| version != "1") {
-        return Err(invalid(&"version must be \"1\""));
-    }
-    if common.id.as_deref().is_some_and(|given| given != id) {
-        return Err(invalid(&"it has the id of another request"));
-    }
-    if let Some(Reported { code, retryable }) = common.error {
-        return Err(Problem::Reported { code: code.chars().take(64).collect(), is_retryable: retryable });
-    }
-    match ask {
-        Ask::Reset(_) => {
-            serde_json::from_value::<ResetAnswer>(value).map(Reply::Reset).map_err(|error| invalid(&error))
-        }
-        Ask::Step(_) => {
-            let answer: StepAnswer = serde_json::from_value(value).map_err(|error| invalid(&error))?;
-            answer.check_metrics().map_err(|error| invalid(&error))?;
-            Ok(Reply::Step(answer))
-        }
-        Ask::Close(_) => Ok(Reply::Closed),
-    }
-}
 
 fn question_id(key: &str) -> String {
     format!("env_{}", short_hash(key))

@@ -158,6 +158,13 @@ async fn failures_are_retried_forgotten_episodes_are_lost_and_other_errors_leave
         assert!(matches!(&reply, Ok(Reply::Failed { code, .. }) if code == "invalid_answer"), "{invalid}: {reply:?}");
         assert_eq!(requests.len(), 2, "{invalid}");
     }
+    // Environments must answer at once.
+    let (reply, requests) = asked(vec![text(202, "{}"), text(202, "{}")]).await;
+    assert!(
+        matches!(&reply, Ok(Reply::Failed { code, message }) if code == "invalid_answer" && message.contains("answered 202")),
+        "{reply:?}"
+    );
+    assert_eq!(requests.len(), 2);
     let (reply, _) = asked(vec![text(503, "")]).await;
     assert!(matches!(reply, Err(RewardFailure::Outage { .. })), "{reply:?}");
 }

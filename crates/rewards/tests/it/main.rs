@@ -9,6 +9,7 @@ mod journal;
 mod judge;
 mod openenv;
 mod python;
+mod python_environments;
 mod reward_load;
 mod reward_values;
 mod rewards;

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::facts::Context;
 use super::foreign::advice;
-use super::reader::{FieldError, Reader};
+use super::reader::{Errors, FieldError, Reader};
 use super::resolve::Warning;
 use super::rewards::{read_secrets, read_url};
 use super::runtime_spec::RuntimeChoice;
@@ -142,6 +142,22 @@ fn check_openenv(reader: &Reader<'_>, url: &str) {
         if field.value().is_some() {
             field.fail("unsupported", "OpenEnv servers do not verify signatures: use headers, such as authorization");
         }
+    }
+}
+
+/// Reads the environment in the field `environment` of a document, without the settings of a job around it.
+///
+/// # Errors
+/// Returns all errors, with pointers into the document.
+pub fn read_single_environment(document: &Value) -> Result<(EnvironmentPlan, RewardSecrets), Vec<FieldError>> {
+    let errors = Errors::default();
+    let field = Reader::document(document, &errors)
+        .required("environment", "give the environment as in a job, such as {\"url\": \"…\"}");
+    let environment = field.object().map(|reader| read_environment(reader, None));
+    let errors = errors.into_vec();
+    match environment {
+        Some(environment) if errors.is_empty() => Ok(environment),
+        _ => Err(errors),
     }
 }
 

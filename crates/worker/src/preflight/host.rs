@@ -7,7 +7,9 @@ use rlood_types::preflight::{Observed, PreflightError, PreflightSample, StepSeco
 
 use super::{MAX_WARNINGS, Preflight};
 use crate::engine::advantage::{RewardWeight, combine_rewards};
-use crate::engine::host::{Host, RunEnd, SavedCheckpoint, ScoreRequest, StopReason};
+use crate::engine::error::EngineError;
+use crate::engine::host::{Host, RolloutId, RunEnd, SavedCheckpoint, ScoreRequest, StopReason};
+use crate::environment::{EpisodeCall, Reply};
 use crate::event::{Event, Metrics, Phase};
 use crate::id::JobId;
 use crate::job::Failure;
@@ -178,6 +180,28 @@ impl Host for PreflightRun<'_> {
         Ok(scored.scores)
     }
 
+    fn environment(&mut self, id: RolloutId, calls: &[EpisodeCall]) -> Result<Vec<Reply>, RunEnd> {
+        let Some(environment) = &self.preflight.environment else {
+            return Err(RunEnd::Failed(EngineError::Input("the job has no environment".to_owned())));
+        };
+        let left = self.preflight.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(100));
+        let asked = async { tokio::time::timeout(left, environment.ask(id, calls)).await };
+        match self.preflight.runtime.block_on(asked) {
+            Ok(Ok(replies)) => {
+                for reply in &replies {
+                    if let Reply::Failed { code, message } = reply {
+                        self.warn(format!("the environment broke off an episode ({code}): {message}"));
+                    }
+                }
+                Ok(replies)
+            }
+            Ok(Err(failure)) => Err(failure.to_failure(id.step).into()),
+            Err(_) => {
+                Err(reward_timeout("the environment did not answer within the time limit of the preflight").into())
+            }
+        }
+    }
+
     fn event(&mut self, event: Event) -> Result<(), RunEnd> {
         match event {
             Event::Phase { phase: Phase::Rollout, .. } => {
@@ -187,6 +211,7 @@ impl Host for PreflightRun<'_> {
             // A preflight saves nothing, so the run ends here.
             Event::Phase { phase: Phase::Checkpoint, .. } => return Err(RunEnd::Stopped(StopReason::Cancel)),
             Event::Step { metrics, .. } => self.add_times(&metrics),
+            Event::Warning { code, message, .. } if code.starts_with("environment_") => self.warn(message),
             Event::Phase { .. }
             | Event::Samples { .. }
             | Event::Warning { .. }

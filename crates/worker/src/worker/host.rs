@@ -12,6 +12,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::checkpoint_schedule::CheckpointSchedule;
 use super::client::{ClaimRef, Client, ClientError, unless_disk_full, with_retries};
 use super::clock;
+use super::environments::{environment_failure, forgotten_episodes};
 use super::events::Events;
 use super::failure;
 use super::journal::Journal;
@@ -345,7 +346,12 @@ impl Host for JobHost {
         let seconds = self.reward_metrics[phase_index(id.phase)].entry("environment/seconds".to_owned()).or_default();
         *seconds = Some(seconds.unwrap_or(0.0) + started.elapsed().as_secs_f64());
         match replies {
-            Ok(Ok(replies)) => Ok(replies),
+            Ok(Ok(replies)) => {
+                if let Some(warning) = forgotten_episodes(id, calls, &replies) {
+                    self.event(warning)?;
+                }
+                Ok(replies)
+            }
             Ok(Err(RewardFailure::JournalClosed { .. })) => Err(self.unrecorded()),
             Ok(Err(failure)) => {
                 let reason = matches!(failure, RewardFailure::Outage { .. }).then_some("environment_outage");
@@ -420,29 +426,6 @@ impl JobHost {
             Ok(()) => self.stop_with(StopReason::Pause { reason: Some(reason.to_owned()) }),
             Err(error) => error,
         }
-    }
-}
-
-/// Returns the failure of a job whose environment cannot be used.
-fn environment_failure(failure: &RewardFailure, step: u64) -> Failure {
-    let of_reward = failure.to_failure(step);
-    let (code, suggestion) = match failure {
-        RewardFailure::Outage { .. } => {
-            ("environment_outage", "bring the environment's server back; the job then resumes by itself")
-        }
-        RewardFailure::Refused { .. } => (
-            "environment_address_refused",
-            "use another environment.url, or ask the operator to add the address to --allow-outgoing",
-        ),
-        _ => ("environment_failed", "look at the environment's server, then retry the job"),
-    };
-    let message = of_reward.message.replacen("reward '", "environment '", 1);
-    Failure {
-        code: code.to_owned(),
-        message,
-        phase: Some(Phase::Rollout),
-        suggestion: Some(suggestion.to_owned()),
-        ..of_reward
     }
 }
 

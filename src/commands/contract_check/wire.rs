@@ -1,4 +1,4 @@
-//! Sends the requests of `rlood reward check`: valid ones, and some that a job would never send.
+//! Sends the requests of a check: valid ones, and some that a job would never send.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -11,8 +11,8 @@ use crate::reward::signed_post::SendError;
 /// Maximum size of a response in bytes, the same as in a job. Reading stops there.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// The connection to the reward service: client, URL, headers, signing key, time limit.
-pub(super) struct Wire {
+/// The connection to the service: client, URL, headers, signing key, time limit.
+pub(in super::super) struct Wire {
     pub client: Client,
     pub url: Url,
     /// Headers given with `--header`.
@@ -23,7 +23,7 @@ pub(super) struct Wire {
 
 /// How a request to the service is signed. Without a key every request is unsigned and counts as `Right`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Signing {
+pub(in super::super) enum Signing {
     /// A valid signature, as in a job.
     Right,
     /// No signature headers at all.
@@ -40,7 +40,7 @@ pub(super) enum Signing {
 
 /// A response of the service.
 #[derive(Debug)]
-pub(super) struct Got {
+pub(in super::super) struct Got {
     pub status: u16,
     pub content_type: Option<String>,
     pub content_encoding: Option<String>,
@@ -64,10 +64,22 @@ impl Got {
 impl Wire {
     /// Sends one POST request to the service. The error says why there was no response.
     pub async fn post(&self, id: &str, body: &str, signing: Signing) -> Result<Got, String> {
-        self.send(
-            self.client.post(self.url.clone()).headers(self.request_headers(id, body, signing)).body(body.to_owned()),
-        )
-        .await
+        self.post_with(id, body, signing, HeaderMap::new()).await
+    }
+
+    /// Sends one POST request with more headers.
+    pub async fn post_with(&self, id: &str, body: &str, signing: Signing, more: HeaderMap) -> Result<Got, String> {
+        let headers = self.request_headers(id, body, signing);
+        self.send(self.client.post(self.url.clone()).headers(headers).headers(more).body(body.to_owned())).await
+    }
+
+    /// The service's URL without its query, which may contain a key.
+    pub fn shown_url(&self) -> String {
+        let mut url = self.url.clone();
+        if url.query().is_some() {
+            url.set_query(Some("redacted"));
+        }
+        url.to_string()
     }
 
     /// Sends one GET request to another URL of the service, such as its `status_url`, with only the user's headers.
