@@ -55,7 +55,8 @@ impl Game {
             return if self.has("ping") { text(500, "oops") } else { ok(&json!({"version": "1"})) };
         }
         if request["version"] != "1" {
-            return if self.has("unknown_version") { text(500, "oops") } else { text(422, "version") };
+            let fails = self.has("unknown_version") && request["version"] == "2";
+            return if fails { text(500, "oops") } else { text(422, "version") };
         }
         if !request["episode"].is_object() || (self.has("unknown_fields") && !request["from_the_future"].is_null()) {
             return text(422, "not such a request");
@@ -71,9 +72,9 @@ impl Game {
                 {
                     return ok(answer);
                 }
-                let [repeat, equal, restart] =
-                    [("reset_repeat", &count), ("equal_resets", &episode["id"]), ("restart", &episode["attempt"])]
-                        .map(|(flaw, of)| self.noise(flaw, of));
+                let repeat = if last.contains_key(&key) { self.noise("reset_repeat", &count) } else { String::new() };
+                let [equal, restart] = [("equal_resets", &episode["id"]), ("restart", &episode["attempt"])]
+                    .map(|(flaw, of)| self.noise(flaw, of));
                 let content = json!(format!("Play with {}.{repeat}{equal}{restart}", episode["seed"]));
                 let tool = json!({"type": "function", "function": {"name": "look", "parameters": {
                     "type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}}});

@@ -83,9 +83,11 @@ impl Drop for Serving {
     }
 }
 
+/// The child processes of a process, whichever of its threads started them.
 pub fn children_of(pid: u32) -> Vec<u32> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    text.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let texts = tasks.map(|task| std::fs::read_to_string(task.path().join("children")).unwrap_or_default());
+    texts.flat_map(|text| text.split_whitespace().map(|pid| pid.parse().unwrap()).collect::<Vec<u32>>()).collect()
 }
 
 /// The server passes without a failure or a warning.
@@ -182,6 +184,15 @@ async fn the_environment_in_the_guide_is_whole_and_passes() {
     passes(&format!("{}/HigherLower", serving.url), &[], Some(SECRET)).await;
 }
 
+const TALK: &str = r#"
+class Talk:
+    def reset(self, row, seed):
+        return "Say it again, %s." % row.get("word", "you")
+
+    def step(self, message):
+        return "%d letters." % len(message["content"]), 0.5
+"#;
+
 /// The answer to a request for test episodes, also if it is an error.
 async fn posted(server: &Server, body: &Value) -> Value {
     let answer = server.http.post(format!("{}/environments/test", server.url)).json(body).send().await.unwrap();
@@ -196,12 +207,13 @@ async fn a_test_plays_episodes_with_a_model_and_says_what_is_wrong() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start(&dir.path().join("data"), "cpu");
     let request = |url: &str| {
-        json!({"environment": {"url": url, "secret": SECRET, "max_turns": 3, "max_episode_tokens": 160},
+        json!({"environment": {"url": url, "secret": SECRET, "max_turns": 3, "max_episode_tokens": 90},
                "rows": [{"prompt": "Play."}, {"prompt": [{"role": "user", "content": "Play on."}], "word": "crane"}],
-               "sampling": {"max_completion_length": 12}, "seed": 3})
+               "sampling": {"max_completion_length": 8}, "seed": 3})
     };
-    let serving = Serving::start(&examples(), &["wordle.py:Wordle", "--listen", "127.0.0.1:0"]);
-    let url = format!("{}/Wordle", serving.url);
+    std::fs::write(dir.path().join("talk.py"), TALK).unwrap();
+    let serving = Serving::start(dir.path(), &["talk.py:Talk", "--listen", "127.0.0.1:0"]);
+    let url = format!("{}/Talk", serving.url);
     let none = posted(&server, &request(&url)).await;
     assert_eq!(none["errors"][0]["pointer"], "/model", "{none}");
     register(&server, "tiny", &Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny")).await;
@@ -229,7 +241,11 @@ async fn a_test_plays_episodes_with_a_model_and_says_what_is_wrong() {
     assert_eq!(posted(&server, &named).await["episodes"], played["episodes"]);
 
     // An environment that is not there, one that is refused, and a request that is not valid.
+    let address = serving.url.strip_prefix("http://").unwrap().to_owned();
     drop(serving);
+    while std::net::TcpStream::connect(&address).is_ok() {
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
     let nobody = posted(&server, &request(&url)).await;
     assert_eq!((&nobody["ok"], &nobody["episodes"]), (&json!(false), &json!([])), "{nobody:#}");
     assert!(nobody["problems"][0].as_str().unwrap().contains("environment"), "{nobody:#}");

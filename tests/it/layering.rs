@@ -69,6 +69,11 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     // The test endpoint calls a reward as a worker does.
     ("http/rewards.rs", "reward"),
     ("http/reward_test_journal.rs", "reward"),
+    // The test endpoint plays episodes by the rules of a job, and asks the environment as a worker does.
+    ("http/environments.rs", "engine"),
+    ("http/environments.rs", "reward"),
+    // The document shows the very types that the client of environments sends and reads.
+    ("http/contract.rs", "reward"),
     // The benchmark of served models starts a server and asks it.
     ("commands/bench/serving.rs", "serve"),
     // The hub client is built like that of rewards.

@@ -19,7 +19,7 @@ pub struct Server {
     pub child: Child,
     pub url: String,
     pub client: Client,
-    http: reqwest::Client,
+    pub http: reqwest::Client,
 }
 
 impl Server {
