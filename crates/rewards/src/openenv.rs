@@ -72,8 +72,10 @@ enum End {
 /// Why an episode has not begun.
 enum Hurdle {
     Fatal(RewardFailure),
-    /// The server is away, or the connection broke.
+    /// The server is away.
     Away(String),
+    /// The connection broke, or the server could not make an environment. A reset that ends the server must not be repeated for ever.
+    Broke(String),
     Answer(Problem),
 }
 
@@ -201,7 +203,7 @@ impl OpenenvClient {
         let name = episode_name(self.questions.job, key.0, &key.1);
         let message = wire::reset(reset, &self.plan.params, &name, &key.1);
         let url = self.url("/ws")?;
-        let mut trouble = Trouble::new(self);
+        let (mut trouble, mut breaks) = (Trouble::new(self), 0);
         let (socket, first) = loop {
             let permit = self.permits.acquire().await;
             let begun = self.try_begin(&url, message.clone()).await;
@@ -210,14 +212,16 @@ impl OpenenvClient {
                 Ok(begun) => break begun,
                 Err(Hurdle::Fatal(failure)) => return Err(failure),
                 Err(Hurdle::Away(why)) => trouble.wait(&why, None).await?,
+                Err(Hurdle::Broke(why)) => {
+                    breaks += 1;
+                    if breaks >= self.plan.service.max_tries {
+                        return Ok(Err(End::Failed(why)));
+                    }
+                    trouble.wait(&why, None).await?;
+                }
                 Err(Hurdle::Answer(Problem::Full { max_sessions })) => {
                     self.check_room(max_sessions, trouble.since.elapsed())?;
                     trouble.wait("the server has no room for another episode", Some(MAX_CAPACITY_WAIT)).await?;
-                }
-                Err(Hurdle::Answer(Problem::Reported { code, message }))
-                    if matches!(code.as_str(), "FACTORY_ERROR" | "SESSION_ERROR") =>
-                {
-                    trouble.wait(&format!("{code}: {message}"), None).await?;
                 }
                 Err(Hurdle::Answer(problem)) => return Ok(Err(End::Failed(shown(problem)))),
             }
@@ -244,8 +248,13 @@ impl OpenenvClient {
         })?;
         match self.exchange(&socket, message).await {
             Ok(Ok(first)) => Ok((socket, first)),
+            Ok(Err(Problem::Reported { code, message }))
+                if matches!(code.as_str(), "FACTORY_ERROR" | "SESSION_ERROR") =>
+            {
+                Err(Hurdle::Broke(format!("{code}: {message}")))
+            }
             Ok(Err(problem)) => Err(Hurdle::Answer(problem)),
-            Err(why) => Err(Hurdle::Away(why)),
+            Err(why) => Err(Hurdle::Broke(why)),
         }
     }
 
