@@ -60,6 +60,7 @@ pub fn plan(rloo: &Value, steps: u64, seed: u64) -> Result<Plan, Failure> {
             num_parameters: card.num_parameters,
             size_bytes: 0,
             has_chat_template: true,
+            removes_reasoning: false,
             shape: None,
             modules: Vec::new(),
             beyond_gpu: None,

@@ -324,6 +324,11 @@ fn described(
     }
 }
 
+/// Whether a chat template cuts answers at the end of their reasoning, as Qwen3's does.
+fn removes_reasoning(template: Option<&str>) -> bool {
+    template.is_some_and(|template| template.contains("</think>"))
+}
+
 fn foreign_facts(row: &ModelRow, card: &ForeignCard) -> ModelFacts {
     ModelFacts {
         id: row.id.clone(),
@@ -332,6 +337,7 @@ fn foreign_facts(row: &ModelRow, card: &ForeignCard) -> ModelFacts {
         num_parameters: card.num_parameters,
         size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
         has_chat_template: card.chat_template.is_some(),
+        removes_reasoning: removes_reasoning(card.chat_template.as_deref()),
         shape: None,
         modules: Vec::new(),
         beyond_gpu: None,
@@ -349,6 +355,7 @@ fn model_facts(row: &ModelRow, card: &ModelCard) -> ModelFacts {
         num_parameters: card.num_parameters,
         size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
         has_chat_template: card.chat_template.is_some(),
+        removes_reasoning: removes_reasoning(card.chat_template.as_deref()),
         shape: Some(card.shape()),
         modules: config.module_names(),
         beyond_gpu: config.beyond_gpu(),

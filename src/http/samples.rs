@@ -317,6 +317,7 @@ fn csv_of<'s>(
             advantage,
             finish_reason,
             num_tokens,
+            episode: _,
         } = sample;
         let head = [
             step.to_string(),

@@ -25,6 +25,7 @@ fn sample(step: u64, group: &str, row: u64, said: u64, right: bool, kl: f64) -> 
         advantage: Some(0.5),
         finish_reason: FinishReason::Stop,
         num_tokens: 1,
+        episode: None,
     }
 }
 

@@ -178,6 +178,7 @@ pub fn sample(step: u64, completion: &str, reward: Option<f64>) -> Sample {
         advantage: Some(0.5),
         finish_reason: FinishReason::Stop,
         num_tokens: 3,
+        episode: None,
     }
 }
 

@@ -340,6 +340,9 @@ async fn a_chat_with_tools_is_answered_with_calls() {
     let ids: Vec<u32> = serde_json::from_value(answer["prompt_token_ids"].clone()).unwrap();
     let expected = "add;<|im_start|>user\nAdd.<|im_end|><|im_start|>assistant\n<tool_call>7<|im_end|><|im_start|>tool\n9add<|im_end|><|im_start|>assistant\n";
     assert_eq!(text.decode(&ids, false).unwrap(), expected);
+    let chat = json!({"model": "caller", "messages": messages, "tools": [{"type": "function", "function": add}]});
+    let tokenized = asked(&server, "/tokenize", chat).await;
+    assert_eq!(tokenized["tokens"], answer["prompt_token_ids"], "the tokens of the tools are counted");
     let choice = &answer["choices"][0];
     assert_eq!((&choice["finish_reason"], &choice["message"]["content"]), (&json!("tool_calls"), &Value::Null));
     let calls = choice["message"]["tool_calls"].as_array().unwrap();

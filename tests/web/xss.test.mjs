@@ -36,6 +36,17 @@ before(async () => {
 }, { timeout: 600_000 });
 after(() => Promise.all([server?.stop(), browser?.close(), rewards?.stop()]));
 
+/** An episode in which the model, its environment and the names of tools are texts of the corpus. */
+const episode = (index) => ({
+  opening: [{ role: "user", content: at(index) }],
+  turns: [
+    { text: at(index + 1), num_tokens: 4, reward: null, latency_ms: 7, observations: [{ role: "tool", tool_call_id: at(index), content: at(index + 2) }],
+      tool_calls: [{ id: at(index), type: "function", function: { name: at(index + 3), arguments: JSON.stringify({ text: at(index + 4) }) } }] },
+    { text: at(index + 5), num_tokens: 5, parse_error: at(index + 6), reward: 0.5, latency_ms: null },
+  ],
+  return: 0.5, stop: "env_done", restarts: 1,
+});
+
 /** Reports the corpus through a worker in every place that takes text: completions, metrics, warnings, alerts, the log, a failure. */
 async function reportCorpus(id) {
   const worker = new Worker(server, { device: "cpu" });
@@ -45,6 +56,8 @@ async function reportCorpus(id) {
   const samples = (number) => CORPUS.map((prompt, index) => ({
     step: number, phase: "train", group_id: `g_${number}_${index >> 2}`, prompt_id: `row_${index >> 2}`, prompt, completion: at(index + number), rewards: { judge: index % 2, ...(index < 4 ? withCorpusKeys(() => 0.5) : {}) },
     reward: index % 3, kl: 0.01, advantage: (index % 3) - 1, finish_reason: index % 2 ? "stop" : "length", num_tokens: 9,
+    // Every other sample is an episode.
+    ...(index % 2 ? { episode: episode(index + number) } : {}),
   }));
   for (let number = 1; number <= 3; number++) {
     await attempt.events([
@@ -185,4 +198,16 @@ test("the reward tester shows the texts of a reward service as text", { timeout:
       await inspect(page, "the reward tester");
       await page.getByRole("button", { name: /^Test/ }).first().click();
     }
+  }));
+
+test("an episode shows its turns, what the environment said, calls, rewards and why it ended", { timeout: 60_000 }, () =>
+  visitSafely(async (page) => {
+    await page.goto(`${server.url}/#/jobs/${infected.id}/samples?step=1`);
+    const completion = page.locator(".completion", { has: page.locator(".turn") }).first();
+    await completion.waitFor();
+    const shown = await completion.locator(".turn > .small").allInnerTexts();
+    assert.deepEqual(shown.map((text) => text.replace(/invalid call: [^]*/, "invalid call")), ["user", "Turn 1 · 4 tokens · 7 ms", "tool", "Turn 2 · 5 tokens · reward 0.5 · invalid call"]);
+    assert.equal(await completion.locator(".turn.context").count(), 2);
+    assert.match(await completion.locator("code").innerText(), /\(\{"text":/);
+    assert.match(await completion.innerText(), /ended: env done · begun again 1 time/);
   }));

@@ -1,6 +1,6 @@
 // The audit log: every change with its actor, action and target, newest first.
 import { NONE } from "../core/format.js";
-import { usePages } from "../core/pages.js";
+import { usePages } from "../core/load.js";
 import { hrefOf, useFilters } from "../core/router.js";
 import { html } from "../core/ui.js";
 import { ProblemBox } from "./problem.js";

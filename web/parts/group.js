@@ -4,6 +4,7 @@ import { number, plural, signed } from "../core/format.js";
 import { useGet } from "../core/load.js";
 import { hrefOf } from "../core/router.js";
 import { cls, html, useState } from "../core/ui.js";
+import { Episode } from "./episode.js";
 import { LongText } from "./text.js";
 
 /** Groups the samples. Groups are in the order of their first samples; in each, the best completion comes first. */
@@ -79,14 +80,14 @@ function Images({ dataset, row }) {
 }
 
 function Completion({ sample, index, count, job, largest, isPicked, onPick }) {
-  const { completion, reward, rewards, advantage, kl, num_tokens, finish_reason } = sample;
+  const { completion, reward, rewards, advantage, kl, num_tokens, finish_reason, episode } = sample;
   const weights = new Map(job.plan.rewards.map(({ name, weight }) => [name, weight]));
   return html`<article class=${cls("completion", isPicked && "picked")} aria-label=${`Completion ${index + 1} of ${count}`}>
     <div class="row between">
       <span class="row"><${Advantage} value=${advantage} largest=${largest} /> <span class="num"><span class="dim">reward</span> <b>${number(reward)}</b></span></span>
       ${count > 1 && html`<button class="mini" aria-pressed=${isPicked} aria-label=${`Compare completion ${index + 1}`} onClick=${onPick}>Compare</button>`}
     </div>
-    <${LongText} text=${completion} label="Completion" />
+    ${episode ? html`<${Episode} episode=${episode} />` : html`<${LongText} text=${completion} label="Completion" />`}
     <dl class="parts">
       ${Object.entries(rewards).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value === null ? "missing" : number(value)}${weights.has(name) && weights.get(name) !== 1 && html` <span class="dim">× ${number(weights.get(name))}</span>`}</dd></div>`)}
       <div><dt>KL</dt><dd>${number(kl, 3)}</dd></div>

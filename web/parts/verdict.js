@@ -2,8 +2,7 @@
 import { announce } from "../core/announce.js";
 import { get, post } from "../core/api.js";
 import { number, plural, signed } from "../core/format.js";
-import { useLoad } from "../core/load.js";
-import { usePages } from "../core/pages.js";
+import { useLoad, usePages } from "../core/load.js";
 import { hrefOf } from "../core/router.js";
 import { useSignal } from "../core/signal.js";
 import { hasScope } from "../core/session.js";

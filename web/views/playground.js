@@ -3,7 +3,7 @@ import { announce } from "../core/announce.js";
 import { post } from "../core/api.js";
 import { countChangedWords, diff } from "../core/diff.js";
 import { checkpointInterval, duration, number, plural } from "../core/format.js";
-import { usePages } from "../core/pages.js";
+import { usePages } from "../core/load.js";
 import { useFilters } from "../core/router.js";
 import { useCheckpoints } from "../core/run.js";
 import { hasScope } from "../core/session.js";

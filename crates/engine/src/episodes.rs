@@ -6,6 +6,7 @@
 //!
 //! Longer than 500 lines: the rules of an episode are read together.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 
 use rlood_chat::{Outcome, ParseContext, ToolParser, Tools, TurnRenderer, tool_calls_value};
@@ -77,6 +78,7 @@ impl Player {
             restarts: 0,
             special_tokens_escaped: 0,
             opening: Vec::new(),
+            num_tools: 0,
         };
         Self {
             id: EpisodeId { row, index, attempt: 0 },
@@ -208,7 +210,11 @@ impl Game<'_> {
     fn play_open(&self, table: &mut dyn Table, players: &mut [Player]) -> Result<(), RunEnd> {
         while players.iter().any(|player| !matches!(player.state, State::Over)) {
             self.begin(table, players)?;
-            players.chunks_mut(self.episodes.num_generations.get()).for_each(find_shared);
+            for group in players.chunks_mut(self.episodes.num_generations.get()) {
+                if find_shared(group) {
+                    report_different_openings(table, group)?;
+                }
+            }
             let taken = self.take_turns(table, players)?;
             self.answer(table, players, taken)?;
         }
@@ -281,7 +287,7 @@ impl Game<'_> {
             );
         }
         player.record.special_tokens_escaped += count(first.special_tokens_escaped);
-        player.record.opening = opening;
+        (player.record.opening, player.record.num_tools) = (opening, count(tools.schemas().len()));
         (player.prompt, player.tools, player.session) = (first.ids, tools, session);
         player.state = State::Live;
         Ok(())
@@ -367,6 +373,8 @@ impl Game<'_> {
             observation_tokens: 0,
             observations_cut: 0,
             reward: None,
+            metrics: BTreeMap::new(),
+            latency_ms: None,
         });
         let own_reply = invalid.filter(|_| ends.is_none()).map(|error| match self.renderer.tool_role() {
             Ok(_) => error.reply(&self.parser.call_id(number, 0)),
@@ -417,13 +425,14 @@ impl Game<'_> {
 
     /// Applies an environment's answer to a turn. Fails with the reason if it is not valid.
     fn apply(&self, player: &mut Player, taken: &Taken, answer: StepAnswer) -> Result<(), String> {
-        let StepAnswer { messages, reward, done, metrics: _, session } = answer;
+        answer.check_metrics()?;
+        let StepAnswer { messages, reward, done, metrics, session, latency_ms } = answer;
         if reward.is_some_and(|reward| !reward.is_finite()) {
             return Err("a reward must be a finite number or null".to_owned());
         }
         player.session = session.or_else(|| player.session.take());
         if let Some(turn) = player.record.turns.last_mut() {
-            turn.reward = reward;
+            (turn.reward, turn.metrics, turn.latency_ms) = (reward, metrics, latency_ms);
         }
         if done || taken.ends.is_some() {
             player.end(if done { EpisodeStop::EnvDone } else { taken.ends.unwrap_or(EpisodeStop::EnvDone) });
@@ -475,12 +484,7 @@ impl Game<'_> {
                 segments.push(Segment::Context { ids: player.prompt[prompt.len()..].to_vec() });
             }
             segments.append(&mut player.segments);
-            let finish_reason = match player.record.stop {
-                EpisodeStop::MaxTurns | EpisodeStop::MaxTokens | EpisodeStop::Length => FinishReason::Length,
-                EpisodeStop::EnvDone | EpisodeStop::NoCall | EpisodeStop::ParseError | EpisodeStop::Failed => {
-                    FinishReason::Stop
-                }
-            };
+            let finish_reason = if player.record.stop.is_limit() { FinishReason::Length } else { FinishReason::Stop };
             player.record.total = total(self.environment.total, &player.record);
             Generated { segments: Segments(segments), finish_reason, episode: Some(Box::new(player.record)) }
         });
@@ -489,17 +493,33 @@ impl Game<'_> {
 }
 
 /// Finds the common beginning of the prompts of a group, once all that can have one have begun. An environment should begin all episodes
-/// of a group in the same way.
-fn find_shared(group: &mut [Player]) {
+/// of a group in the same way: returns whether it did not.
+fn find_shared(group: &mut [Player]) -> bool {
     if group.iter().any(|player| player.num_shared > 0) {
-        return;
+        return false;
     }
     let prompts: Vec<&[u32]> =
         group.iter().map(|player| player.prompt.as_slice()).filter(|prompt| !prompt.is_empty()).collect();
-    let Some((first, others)) = prompts.split_first() else { return };
+    let Some((first, others)) = prompts.split_first() else { return false };
     let common = |length: usize, other: &&[u32]| first[..length].iter().zip(*other).take_while(|(a, b)| a == b).count();
     let length = others.iter().fold(first.len(), common).max(1);
+    let differ = others.iter().any(|other| other != first);
     group.iter_mut().for_each(|player| player.num_shared = length.min(player.prompt.len()));
+    differ
+}
+
+/// Reports that the environment began the episodes of a group differently, with the first two openings that differ.
+fn report_different_openings(table: &mut dyn Table, group: &[Player]) -> Result<(), RunEnd> {
+    let mut begun = group.iter().filter(|player| !player.prompt.is_empty());
+    let Some(first) = begun.next() else { return Ok(()) };
+    let Some(other) = begun.find(|player| player.prompt != first.prompt) else { return Ok(()) };
+    let row = first.id.row;
+    let message = format!(
+        "the environment began the episodes of row {row} in different ways, although they have the same seed: their rewards do not compare. Use episode.seed for everything random in a reset"
+    );
+    let opening = |player: &Player| json!({"index": player.id.index, "messages": player.record.opening, "tools": player.tools.names().collect::<Vec<_>>()});
+    let data = json!({"row": row, "openings": [opening(first), opening(other)]});
+    table.event(Event::Warning { code: "environment_reset_differs".to_owned(), message, data })
 }
 
 /// Asks the environment. There is one reply for each call.

@@ -1,11 +1,13 @@
 //! The metrics of a rollout and of an optimizer step, under TRL's names (rloo.md, "Metrics").
 
+use std::collections::BTreeMap;
+
 use rlood_types::rollout::{RewardValue, Score};
 
 use super::advantage::{Advantages, mean, sample_std};
 use super::host::Rollout;
 use super::loss::{RowLoss, total_loss};
-use crate::environment::{Episode, EpisodeStop, EpisodeTurn};
+use crate::environment::{Episode, EpisodeStop, EpisodeTurn, StepAnswer};
 use crate::event::{FinishReason, Metrics};
 use crate::spec::EnvironmentKind;
 
@@ -74,6 +76,7 @@ pub fn episode_metrics(rollout: &Rollout, kind: Option<EnvironmentKind>) -> Metr
         Some(EnvironmentKind::Http | EnvironmentKind::Openenv) | None => episode.total.is_none(),
     };
     insert("missing_fraction", mean(&of(&|episode| f64::from(u8::from(is_missing(episode))))));
+    insert("restart_fraction", mean(&of(&|episode| f64::from(u8::from(episode.restarts > 0)))));
     insert("restarts", Some(of(&|episode| f64::from(episode.restarts)).iter().sum()));
     let escaped = of(&|episode| f64::from(episode.special_tokens_escaped));
     insert("special_tokens_escaped", Some(escaped.iter().sum()));
@@ -91,14 +94,38 @@ pub fn episode_metrics(rollout: &Rollout, kind: Option<EnvironmentKind>) -> Metr
     insert("model_tokens", Some(model as f64 / number));
     insert("masked_tokens", Some((all - model) as f64 / number));
     insert("masked_fraction", share((all - model) as f64, all as f64));
+    insert("at_limit_fraction", mean(&of(&|episode| f64::from(u8::from(episode.stop.is_limit())))));
     for stop in EpisodeStop::ALL {
         let ended = of(&|episode| f64::from(u8::from(episode.stop == stop)));
         insert(&format!("stop/{}", stop.name()), mean(&ended));
     }
     let calls = of_turns(&|turn| turn.tool_calls.len() as f64);
+    let latencies = episodes.iter().flat_map(|episode| &episode.turns).filter_map(|turn| turn.latency_ms);
+    let mut latencies: Vec<f64> = latencies.map(|latency| f64::from(latency) / 1000.0).collect();
+    latencies.sort_by(f64::total_cmp);
+    for (name, share) in [("p50", 0.5), ("p95", 0.95)] {
+        // The smallest value that at least this share of the values does not exceed.
+        let at = (share * latencies.len() as f64).ceil() as usize;
+        if let Some(latency) = latencies.get(at.saturating_sub(1)) {
+            metrics.insert(format!("environment/latency_{name}"), Some(*latency));
+        }
+    }
+    metrics.extend(own_metrics(&episodes));
+    let offers = of(&|episode| f64::from(u8::from(episode.num_tools > 0)));
+    metrics.insert("tools/offered".to_owned(), mean(&offers));
     metrics.insert("tools/call_frequency".to_owned(), Some(calls / number));
     metrics.insert("tools/failure_frequency".to_owned(), share(errors, errors + calls).or(Some(0.0)));
     metrics
+}
+
+/// The environment's own numbers: the mean over the turns that have one, for at most [`StepAnswer::MAX_METRICS`] names.
+fn own_metrics(episodes: &[&Episode]) -> Metrics {
+    let mut values: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+    for (name, value) in episodes.iter().flat_map(|episode| &episode.turns).flat_map(|turn| &turn.metrics) {
+        values.entry(name).or_default().push(*value);
+    }
+    let named = values.into_iter().take(StepAnswer::MAX_METRICS);
+    named.map(|(name, values)| (format!("environment/metrics/{name}"), mean(&values))).collect()
 }
 
 /// Inserts mean, min and max of completion lengths; all 0 if there are no completions, as in TRL.

@@ -17,6 +17,7 @@ use super::model::{Policy, RowScore};
 use super::rollout::{Batching, num_generations};
 use super::run::Data;
 use super::step::Update;
+use crate::environment::SampleEpisode;
 use crate::event::{Event, FinishReason, Metrics, Sample, SamplePhase};
 use crate::spec::{DatasetPlan, Estimator, Plan, RewardNormalization, RewardPlan, SHARED_PROMPTS};
 
@@ -211,7 +212,7 @@ pub(super) fn memory_metrics(metrics: &mut Metrics, policy: &Policy) {
 
 /// Keeps the metrics that are the same in every run of the plan: drops durations and memory.
 pub(super) fn without_durations(metrics: &Metrics) -> Metrics {
-    let of_the_machine = ["step_time", "tokens_per_second/", "memory/"];
+    let of_the_machine = ["step_time", "tokens_per_second/", "memory/", "environment/latency"];
     let kept = metrics.iter().filter(|(name, _)| !of_the_machine.iter().any(|prefix| name.starts_with(prefix)));
     kept.map(|(name, value)| (name.clone(), *value)).collect()
 }
@@ -411,5 +412,6 @@ fn sample(
         advantage: None,
         finish_reason: completion.finish_reason,
         num_tokens: completion.segments.num_model_tokens() as u32,
+        episode: completion.episode.as_deref().map(|episode| Box::new(SampleEpisode::of(episode))),
     })
 }

@@ -28,6 +28,11 @@
 //! | `slow_reward` | 5 | rewards take > half of the step and > 1 s | < 30 % | rloo.md |
 //! | `non_finite` | 1 | an update was skipped | 10 steps without | rloo.md |
 //! | `rollout_mismatch` | 3 | `sampling/mismatch_kl` > 0.01 nats per token (jobs with rollout servers) | < 0.005 | start values of the measurements with vLLM on a CPU |
+//! | `invalid_calls` | 5 | `environment/parse_error_fraction` > 20 % | < 10 % | chosen: start value |
+//! | `mostly_context` | 5 | `environment/masked_fraction` > 90 % | < 85 % | chosen: start value |
+//! | `episodes_at_limits` | 5 | every episode ends at its limit of turns or tokens, or with a turn at its maximum length | < 90 % | chosen: start value |
+//! | `no_tool_calls` | 10 | `tools/call_frequency` is 0, although every episode offers tools (`tools/offered`) | a call (1) | chosen: start value |
+//! | `forgotten_episodes` | 5 | > 5 % of the episodes began again, because the environment had forgotten them | < 2 % | leaving out episodes biases the gradient if an action was the cause |
 //! | `many_restarts` | 10 ends | ten more attempts ended before the job was over ([`restarts`]: raised by the server, from no metric) | never | – |
 
 use std::collections::BTreeMap;

@@ -3,11 +3,13 @@
 //! An episode is one conversation with the environment. A request to the server is made for each beginning and for each turn of an
 //! episode (contract version 1, `env.reset.request` and `env.step.request`); the server answers a repeated request as it did before.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use crate::event::FinishReason;
+use crate::finish_reason::FinishReason;
 
 /// An episode within a rollout. It is the same in every attempt at the job, so that answers are found again in the journal.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -99,6 +101,11 @@ impl EpisodeStop {
         EpisodeStop::Failed,
     ];
 
+    /// Whether the episode ended before it was finished.
+    pub fn is_limit(self) -> bool {
+        matches!(self, EpisodeStop::MaxTurns | EpisodeStop::MaxTokens | EpisodeStop::Length)
+    }
+
     /// The name in metrics and in JSON.
     pub fn name(self) -> &'static str {
         match self {
@@ -162,13 +169,40 @@ pub struct StepAnswer {
     /// Whether the episode is over.
     #[serde(default)]
     pub done: bool,
-    /// Numbers of the environment's own, by name. They are accepted and not shown yet.
-    #[serde(default, skip_serializing_if = "Map::is_empty")]
-    #[schema(value_type = Object)]
-    pub metrics: Map<String, Value>,
+    /// Numbers of the environment's own, by name. Their means over the turns become metrics of the job.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub metrics: BTreeMap<String, f64>,
     /// A new name of the session, if it changes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session: Option<String>,
+    /// Milliseconds until the answer was there, with all tries; `None` if it was found in the journal.
+    #[serde(skip)]
+    pub latency_ms: Option<u32>,
+}
+
+impl StepAnswer {
+    /// Maximum number of numbers of the environment's own in an answer.
+    pub const MAX_METRICS: usize = 32;
+
+    /// Checks the names of the environment's own numbers, which become names of metrics.
+    ///
+    /// # Errors
+    /// Returns which name cannot be used, and why.
+    pub fn check_metrics(&self) -> Result<(), String> {
+        if self.metrics.len() > Self::MAX_METRICS {
+            return Err(format!("metrics may have at most {} numbers, not {}", Self::MAX_METRICS, self.metrics.len()));
+        }
+        let is_usable = |name: &str| {
+            let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | '/');
+            (1..=64).contains(&name.len()) && name.chars().all(allowed)
+        };
+        match self.metrics.iter().find(|(name, value)| !is_usable(name) || !value.is_finite()) {
+            Some((name, _)) => Err(format!(
+                "metrics/{name} must be a finite number, with a name of 1 to 64 letters, digits and the characters _ - . /"
+            )),
+            None => Ok(()),
+        }
+    }
 }
 
 /// An environment's answer, or what took its place.
@@ -211,6 +245,9 @@ pub struct Episode {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schema(value_type = Vec<Object>)]
     pub opening: Vec<Value>,
+    /// Number of tools that the episode offers to the model.
+    #[serde(default)]
+    pub num_tools: u32,
 }
 
 /// A turn of the model in an episode, and what followed it.
@@ -240,6 +277,66 @@ pub struct EpisodeTurn {
     /// The reward of the turn; null = none.
     #[serde(default)]
     pub reward: Option<f64>,
+    /// Numbers of the environment's own, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub metrics: BTreeMap<String, f64>,
+    /// Milliseconds that the environment took for its answer; `None` if the answer was found in the journal. It is not stored with
+    /// the rollout, because it differs between runs that are equal otherwise.
+    #[serde(skip)]
+    pub latency_ms: Option<u32>,
+}
+
+/// An episode in a sample.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct SampleEpisode {
+    /// Messages of the environment before the first turn, after those of the row.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(value_type = Vec<Object>)]
+    pub opening: Vec<Value>,
+    /// The turns of the model with what followed each.
+    pub turns: Vec<SampleTurn>,
+    /// The episode's reward; null = none.
+    #[serde(rename = "return")]
+    pub total: Option<f64>,
+    /// Why the episode ended.
+    pub stop: EpisodeStop,
+    /// Number of times that the episode was begun again.
+    #[serde(default)]
+    pub restarts: u32,
+}
+
+/// A turn of an episode in a sample.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct SampleTurn {
+    /// The turn.
+    #[serde(flatten)]
+    pub turn: EpisodeTurn,
+    /// Milliseconds that the environment took for its answer; null if the run found the answer in its journal.
+    #[serde(default)]
+    pub latency_ms: Option<u32>,
+}
+
+impl SampleEpisode {
+    /// Copies an episode. Messages keep the fields that the model reads: role, content, name and `tool_call_id`.
+    pub fn of(episode: &Episode) -> Self {
+        let known = |message: &Value| -> Value {
+            let kept = ["role", "content", "name", "tool_call_id"]
+                .into_iter()
+                .filter_map(|name| message.get(name).map(|value| (name.to_owned(), value.clone())));
+            Value::Object(kept.collect())
+        };
+        let turn = |turn: &EpisodeTurn| SampleTurn {
+            latency_ms: turn.latency_ms,
+            turn: EpisodeTurn { observations: turn.observations.iter().map(known).collect(), ..turn.clone() },
+        };
+        Self {
+            opening: episode.opening.iter().map(known).collect(),
+            turns: episode.turns.iter().map(turn).collect(),
+            total: episode.total,
+            stop: episode.stop,
+            restarts: episode.restarts,
+        }
+    }
 }
 
 impl Episode {

@@ -5,6 +5,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::environment::SampleEpisode;
+pub use crate::finish_reason::FinishReason;
+
 mod alert;
 
 pub use alert::{Alert, AttemptEnd, Observation, OnAlert, PhaseChange, Rule, Severity, TrainingPhase};
@@ -51,16 +54,6 @@ pub enum SamplePhase {
     Eval,
 }
 
-/// Why a completion ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum FinishReason {
-    /// An end-of-sequence token or a stop string was generated.
-    Stop,
-    /// The completion reached `max_completion_length` and is truncated.
-    Length,
-}
-
 /// The metrics of one optimizer step or one evaluation, with TRL's names; `None` = undefined (for example, the standard deviation
 /// of a single value).
 pub type Metrics = BTreeMap<String, Option<f64>>;
@@ -94,6 +87,9 @@ pub struct Sample {
     pub finish_reason: FinishReason,
     /// Length of the completion in tokens, including the end-of-sequence token.
     pub num_tokens: u32,
+    /// The turns of the episode; only in a job with an environment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub episode: Option<Box<SampleEpisode>>,
 }
 
 /// A change in the state of a reward's service.

@@ -10,6 +10,7 @@ pub mod error_text;
 pub mod event;
 pub mod export;
 pub mod failpoint;
+mod finish_reason;
 pub mod generate;
 pub mod id;
 pub mod job;

@@ -408,6 +408,9 @@ pub struct TokenizeRequest {
     pub prompt: Option<String>,
     /// The messages of a chat.
     pub messages: Option<Vec<Map<String, Value>>>,
+    /// The tools that the chat offers, as in a chat completion.
+    #[schema(value_type = Option<Vec<Object>>)]
+    pub tools: Option<Vec<Value>>,
     /// Whether the tokenizer adds its special tokens to a text. Default true; false for messages.
     pub add_special_tokens: Option<bool>,
     /// Whether the template opens the assistant's answer. Default true.

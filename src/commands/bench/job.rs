@@ -70,6 +70,7 @@ pub(super) fn plan(
             num_parameters: card.num_parameters,
             size_bytes: card.files.iter().map(|file| file.size_bytes).sum(),
             has_chat_template: false,
+            removes_reasoning: false,
             shape: Some(card.shape()),
             modules: card.config.module_names(),
             beyond_gpu: card.config.beyond_gpu(),

@@ -11,6 +11,7 @@ use super::Facts;
 use super::chat::rendered;
 use super::fields::invalid;
 use super::names::resolve;
+use super::tools::ToolUse;
 use crate::http::AppState;
 use crate::http::auth::Caller;
 use crate::http::error::Problem;
@@ -72,11 +73,14 @@ pub(super) async fn tokenize(
             (None, Some(messages)) => {
                 let chat = ChatFields {
                     messages,
+                    tools: body.tools,
                     add_generation_prompt: body.add_generation_prompt,
                     chat_template_kwargs: body.chat_template_kwargs,
                     ..ChatFields::default()
                 };
-                facts.text.encode(&rendered(&facts, &chat, &[])?, body.add_special_tokens.unwrap_or(false))
+                let tools = ToolUse::of(&chat, &facts)?;
+                let text = rendered(&facts, &chat, tools.as_ref().map_or(&[], ToolUse::schemas))?;
+                facts.text.encode(&text, body.add_special_tokens.unwrap_or(false))
             }
             _ => return Err(invalid("prompt", "invalid", "give either 'prompt' or 'messages'")),
         };

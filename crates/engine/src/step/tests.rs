@@ -36,6 +36,7 @@ fn plan(beta: f64) -> Plan {
         num_parameters: 1,
         size_bytes: 1,
         has_chat_template: false,
+        removes_reasoning: false,
         shape: None,
         modules: Vec::new(),
         beyond_gpu: None,

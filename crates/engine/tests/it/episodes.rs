@@ -176,7 +176,12 @@ impl Host for Playing {
     fn sampled(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<(), RunEnd> {
         let text = serde_json::to_string(groups).unwrap();
         let back: Vec<SampledGroup> = serde_json::from_str(&text).unwrap();
-        assert_eq!(back, groups, "episodes survive the journal");
+        // Times differ between runs, so the journal has none.
+        let mut expected = groups.to_vec();
+        let episodes =
+            expected.iter_mut().flat_map(|group| &mut group.completions).filter_map(|one| one.episode.as_mut());
+        episodes.flat_map(|episode| &mut episode.turns).for_each(|turn| turn.latency_ms = None);
+        assert_eq!(back, expected, "episodes survive the journal");
         self.sampled.borrow_mut().insert(id, back);
         Ok(())
     }
@@ -236,6 +241,8 @@ fn echo(episode: &EpisodeId, ask: &Ask) -> Reply {
                 messages: vec![user(format!("turn {} is over", step.turn))],
                 reward: Some(f64::from(bytes % 7) / 7.0),
                 done: step.turn == 1 && episode.index == 1,
+                metrics: BTreeMap::from([("turn".to_owned(), f64::from(step.turn))]),
+                latency_ms: Some(20),
                 ..StepAnswer::default()
             })
         }
@@ -269,6 +276,18 @@ fn the_first_log_ratio_is_0_over_all_turns_and_only_the_models_tokens_count() {
             assert!(metrics["environment/turns/max"] >= Some(2.0), "{metrics:?}");
             assert!(metrics["environment/masked_fraction"] > Some(0.1));
             assert_eq!(metrics["rewards/score/mean"], metrics["environment/return_mean"]);
+            assert!(metrics["environment/metrics/turn"] > Some(0.1), "{metrics:?}");
+            assert_eq!((metrics["environment/latency_p95"], metrics["tools/offered"]), (Some(0.02), Some(0.0)));
+        }
+        let samples = host.host.events.iter().filter_map(|event| match event {
+            Event::Samples { samples } => Some(samples),
+            _ => None,
+        });
+        for sample in samples.flatten() {
+            let episode = sample.episode.as_ref().unwrap();
+            let tokens: u32 = episode.turns.iter().map(|turn| turn.turn.num_tokens).sum();
+            assert_eq!((tokens, episode.turns[0].latency_ms), (sample.num_tokens, Some(20)));
+            assert!(episode.turns.len() < 2 || episode.turns[0].turn.observations[0]["role"] == "user");
         }
         let groups = host.groups();
         let mut episodes = groups.iter().flat_map(|group| &group.completions).map(|one| one.episode.as_ref().unwrap());
@@ -380,7 +399,7 @@ fn a_forgotten_episode_begins_again_and_one_that_stays_lost_has_no_reward() {
 #[test]
 fn answers_that_are_not_valid_leave_the_episode_without_a_reward_and_say_why() {
     let (_dir, model) = model();
-    let cases: [(Rules, &str); 5] = [
+    let cases: [(Rules, &str); 6] = [
         (
             |_, _| {
                 Reply::Reset(ResetAnswer {
@@ -410,6 +429,16 @@ fn answers_that_are_not_valid_leave_the_episode_without_a_reward_and_say_why() {
                 _ => Reply::Reset(ResetAnswer::default()),
             },
             "role must be tool or user",
+        ),
+        (
+            |_, ask| match ask {
+                Ask::Step(_) => Reply::Step(StepAnswer {
+                    metrics: BTreeMap::from([("a name".to_owned(), 1.0)]),
+                    ..Default::default()
+                }),
+                _ => Reply::Reset(ResetAnswer::default()),
+            },
+            "metrics/a name must be a finite number",
         ),
         (
             |_, ask| match ask {
@@ -492,4 +521,13 @@ fn episodes_of_a_group_that_begin_differently_share_what_is_equal() {
     }
     let metrics = host.host.metrics(SamplePhase::Train);
     assert!(metrics.iter().all(|(_, metrics)| metrics["sampling/log_ratio_max"] == Some(0.0)));
+    let warned = host.host.events.iter().find_map(|event| match event {
+        Event::Warning { code, data, .. } if code == "environment_reset_differs" => Some(data.clone()),
+        _ => None,
+    });
+    let openings = warned.expect("a warning")["openings"].clone();
+    assert_eq!(
+        (&openings[0]["messages"][0]["content"], &openings[1]["index"]),
+        (&json!("you are number 0"), &json!(1))
+    );
 }

@@ -25,7 +25,7 @@ use crate::spec::{EnvironmentPlan, RewardSecrets, WebhookPlan};
 use crate::status::Status;
 use crate::{BuildError, RewardFailure};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Maximum size of an environment's answer, in bytes.
 const MAX_ANSWER_BYTES: usize = 1 << 20;
@@ -122,7 +122,9 @@ impl EnvironmentClient {
             let entry = JournalEntry::Request { rollout, reward, key: key.clone(), id: id.clone(), body, later: None };
             self.append(entry).await?;
         }
+        let asked_at = Instant::now();
         let answered = self.send_until_valid(&request, ask).await?;
+        let latency_ms = u32::try_from(asked_at.elapsed().as_millis()).ok();
         drop(permit);
         let answer = match answered {
             Answered::Body(body) => RewardAnswer::Body { body },
@@ -130,7 +132,10 @@ impl EnvironmentClient {
             Answered::Failed { code, message } => RewardAnswer::Unusable { code, detail: message },
         };
         self.append(JournalEntry::Answer { rollout, key, id: id.clone(), answer: answer.clone() }).await?;
-        Ok(self.read_recorded(answer, &id, ask))
+        Ok(match self.read_recorded(answer, &id, ask) {
+            Reply::Step(answer) => Reply::Step(StepAnswer { latency_ms, ..answer }),
+            other => other,
+        })
     }
 
     async fn append(&self, entry: JournalEntry) -> Result<(), RewardFailure> {
@@ -296,7 +301,11 @@ fn read(body: &[u8], id: &str, ask: &Ask) -> Result<Reply, Problem> {
         Ask::Reset(_) => {
             serde_json::from_value::<ResetAnswer>(value).map(Reply::Reset).map_err(|error| invalid(&error))
         }
-        Ask::Step(_) => serde_json::from_value::<StepAnswer>(value).map(Reply::Step).map_err(|error| invalid(&error)),
+        Ask::Step(_) => {
+            let answer: StepAnswer = serde_json::from_value(value).map_err(|error| invalid(&error))?;
+            answer.check_metrics().map_err(|error| invalid(&error))?;
+            Ok(Reply::Step(answer))
+        }
         Ask::Close(_) => Ok(Reply::Closed),
     }
 }

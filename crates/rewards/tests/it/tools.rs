@@ -213,6 +213,7 @@ async fn no_reward_judges_an_episode_that_a_tool_has_broken_off() {
         restarts: 0,
         special_tokens_escaped: 0,
         opening: Vec::new(),
+        num_tools: 0,
     };
     samples[0].episode = Some(Box::new(episode(EpisodeStop::Failed)));
     samples[1].episode = Some(Box::new(episode(EpisodeStop::NoCall)));

@@ -44,6 +44,7 @@ fn sample(step: u64, phase: SamplePhase, completion: &str, reward: Option<f64>) 
         advantage: None,
         finish_reason: FinishReason::Stop,
         num_tokens: 3,
+        episode: None,
     }
 }
 

@@ -13,7 +13,7 @@ const MAX_RECENT: usize = 24;
 pub(super) const EARLY: usize = 5;
 
 /// Metrics that some rule examines, in addition to the rewards of weight 0.
-const WATCHED: [&str; 16] = [
+const WATCHED: [&str; 22] = [
     "reward",
     "reward_std",
     "grad_norm",
@@ -30,6 +30,12 @@ const WATCHED: [&str; 16] = [
     "eval_gap",
     "reward_at_eval",
     "sampling/mismatch_kl",
+    "environment/parse_error_fraction",
+    "environment/masked_fraction",
+    "environment/at_limit_fraction",
+    "environment/restart_fraction",
+    "tools/call_frequency",
+    "tools/offered",
 ];
 /// Metrics that are durations. They depend on the machine and not on the run, so they are left out of the trainer state.
 const DURATIONS: [&str; 2] = ["step_time", "step_time/reward"];

@@ -26,6 +26,11 @@ pub(super) fn examine(rule: Rule, case: &Case<'_>) -> Verdict {
         Rule::SlowReward => slow_reward(case),
         Rule::NonFinite => non_finite(case),
         Rule::RolloutMismatch => rollout_mismatch(case),
+        Rule::InvalidCalls => invalid_calls(case),
+        Rule::MostlyContext => mostly_context(case),
+        Rule::EpisodesAtLimits => episodes_at_limits(case),
+        Rule::NoToolCalls => no_tool_calls(case),
+        Rule::ForgottenEpisodes => forgotten_episodes(case),
         // `many_restarts` is raised by the server and not from metrics; see `restarts`.
         Rule::ManyRestarts => None,
     };
@@ -491,4 +496,77 @@ fn rollout_mismatch(case: &Case<'_>) -> Option<Verdict> {
     }
     let calm = mismatch.values().all(|value| value < LIMIT / 2.0);
     Some(if calm { Verdict::Clear } else { Verdict::Hold })
+}
+
+/// Raises while the mean of a share over the last rollouts is above `limit`, and clears when it is below `calm`. `says` makes the
+/// message and the fix for a share in percent.
+fn share_above(
+    case: &Case<'_>,
+    metric: &str,
+    (limit, calm): (f64, f64),
+    says: impl FnOnce(f64) -> (String, &'static str),
+) -> Option<Verdict> {
+    let share = case.history.last(metric, RECENT)?;
+    if share.mean() > limit {
+        let (message, fix) = says(100.0 * share.mean());
+        return raise(message, vec![share.observe_mean(Some(limit))], fix.to_owned());
+    }
+    Some(if share.mean() < calm { Verdict::Clear } else { Verdict::Hold })
+}
+
+fn invalid_calls(case: &Case<'_>) -> Option<Verdict> {
+    share_above(case, "environment/parse_error_fraction", (0.2, 0.1), |percent| {
+        let message = format!(
+            "in the last {RECENT} rollouts, {percent:.0} % of the turns called tools in a way that is not valid"
+        );
+        let fix = "check that environment.tool_parser is that of the model's chat template, and that the tools' descriptions name every argument; a warm-up on correct calls helps a model that has never seen the form";
+        (message, fix)
+    })
+}
+
+fn mostly_context(case: &Case<'_>) -> Option<Verdict> {
+    share_above(case, "environment/masked_fraction", (0.9, 0.85), |percent| {
+        let message = format!(
+            "in the last {RECENT} rollouts, {percent:.0} % of the tokens of episodes came from the environment: they are read, and teach nothing"
+        );
+        let fix = "let the environment answer more briefly, or lower environment.max_observation_tokens";
+        (message, fix)
+    })
+}
+
+fn episodes_at_limits(case: &Case<'_>) -> Option<Verdict> {
+    // Shares of whole rollouts are sums of fractions, so 1 is reached up to rounding.
+    share_above(case, "environment/at_limit_fraction", (0.999_999, 0.9), |_| {
+        let message =
+            format!("in the last {RECENT} rollouts, every episode ended at a limit, and none because it was finished");
+        let fix = "raise environment.max_turns, environment.max_episode_tokens or sampling.max_completion_length (environment/stop/… says which limit it is), or let the environment end episodes earlier";
+        (message, fix)
+    })
+}
+
+fn no_tool_calls(case: &Case<'_>) -> Option<Verdict> {
+    const ROLLOUTS: usize = 10;
+    let calls = case.history.last("tools/call_frequency", 1)?;
+    if calls.mean() > 0.0 {
+        return Some(Verdict::Clear);
+    }
+    let calls = case.history.last("tools/call_frequency", ROLLOUTS)?;
+    let offered = case.history.last("tools/offered", ROLLOUTS)?;
+    if calls.values().any(|calls| calls > 0.0) || offered.values().any(|offered| offered < 1.0) {
+        return Some(Verdict::Hold);
+    }
+    let message =
+        format!("in the last {ROLLOUTS} rollouts no episode called a tool, although all of them offered tools");
+    let fix = "check that environment.tool_parser is that of the model's chat template (environment/parse_error_fraction is 0 when calls are taken for text), name the tools in the prompt, or begin with a warm-up on rows with calls";
+    raise(message, vec![calls.observe_mean(Some(0.0))], fix.to_owned())
+}
+
+fn forgotten_episodes(case: &Case<'_>) -> Option<Verdict> {
+    share_above(case, "environment/restart_fraction", (0.05, 0.02), |percent| {
+        let message = format!(
+            "in the last {RECENT} rollouts, the environment forgot {percent:.0} % of the episodes, which began again with other samples"
+        );
+        let fix = "keep the environment's state across restarts (rlood env serve --state DIR), and send all requests of an episode to one instance (the header rlood-episode names it); if an action of the model is what ends the environment, let it answer with a reward instead";
+        (message, fix)
+    })
 }

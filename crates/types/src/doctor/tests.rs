@@ -164,7 +164,9 @@ fn every_rule_is_raised_by_a_recording_and_explained_in_the_table() {
         let name = rule.as_str();
         // No recorded run has rollout servers: `a_mismatch_of_three_steps_is_an_alert` covers that rule.
         let is_recorded = UNHEALTHY.iter().any(|(_, alerts)| alerts.iter().any(|(raised, _)| *raised == name));
-        assert!(is_recorded || rule == Rule::RolloutMismatch, "{name} has no recording");
+        // Nor do they have episodes: `shares_of_episodes_are_alerts` covers those rules.
+        let is_of_episodes = OF_EPISODES.iter().any(|(of, ..)| *of == rule);
+        assert!(is_recorded || is_of_episodes || rule == Rule::RolloutMismatch, "{name} has no recording");
         assert!(table.contains(&format!("//! | `{name}` |")), "{name} is not in the table");
         assert_eq!(serde_json::to_value(rule).unwrap(), name);
     }
@@ -340,4 +342,47 @@ fn a_mismatch_of_three_steps_is_an_alert() {
     }
     let rule = Rule::RolloutMismatch;
     assert_eq!(raised, [(6, rule, 4), (10, rule, 6), (13, rule, 11)]);
+}
+
+/// A metric with a value that raises an alert and one that clears it.
+type Values = (&'static str, f64, f64);
+
+/// The rules of episodes, each with its window and its metrics.
+const OF_EPISODES: [(Rule, usize, [Values; 2]); 5] = [
+    (Rule::InvalidCalls, 5, [("environment/parse_error_fraction", 0.21, 0.09), ("reward", 0.5, 0.5)]),
+    (Rule::MostlyContext, 5, [("environment/masked_fraction", 0.91, 0.84), ("reward", 0.5, 0.5)]),
+    (Rule::EpisodesAtLimits, 5, [("environment/at_limit_fraction", 1.0, 0.8), ("reward", 0.5, 0.5)]),
+    (Rule::NoToolCalls, 10, [("tools/call_frequency", 0.0, 0.25), ("tools/offered", 1.0, 1.0)]),
+    (Rule::ForgottenEpisodes, 5, [("environment/restart_fraction", 0.06, 0.01), ("reward", 0.5, 0.5)]),
+];
+
+#[test]
+fn shares_of_episodes_are_alerts() {
+    let facts = facts();
+    for (rule, window, metrics) in OF_EPISODES {
+        let mut doctor = Doctor::default();
+        let mut observe = |step: u64, calm: bool| -> Vec<(Rule, bool)> {
+            let value = |(name, high, low): &Values| ((*name).to_owned(), Some(if calm { *low } else { *high }));
+            let findings = doctor.observe(step, &metrics.iter().map(value).collect(), &facts.input());
+            let seen = findings.into_iter().filter_map(|finding| match finding {
+                Finding::Raised(alert) => Some((alert.rule, true)),
+                Finding::Cleared { rule, .. } => Some((rule, false)),
+                Finding::Phase(_) => None,
+            });
+            seen.filter(|(seen, _)| *seen == rule).collect()
+        };
+        let steps = window as u64;
+        for step in 1..steps {
+            assert_eq!(observe(step, false), [], "{rule:?} at step {step}");
+        }
+        assert_eq!(observe(steps, false), [(rule, true)]);
+        assert_eq!(observe(steps + 1, false), [], "an alert is raised once");
+        let cleared = (1..=2 * steps).find(|step| observe(steps + 1 + step, true) == [(rule, false)]);
+        assert!(cleared.is_some(), "{rule:?} is cleared");
+    }
+    // Episodes without tools have no calls to miss.
+    let mut doctor = Doctor::default();
+    let metrics =
+        Metrics::from([("tools/call_frequency".to_owned(), Some(0.0)), ("tools/offered".to_owned(), Some(0.0))]);
+    assert!((1..30).all(|step| doctor.observe(step, &metrics, &facts.input()).is_empty()));
 }

@@ -35,13 +35,23 @@ pub enum Rule {
     NonFinite,
     /// The log-probs of rollout servers differ from those of the trained model.
     RolloutMismatch,
+    /// Many turns of episodes call tools in a way that is not valid.
+    InvalidCalls,
+    /// Nearly all tokens of episodes come from the environment.
+    MostlyContext,
+    /// All episodes end at a limit.
+    EpisodesAtLimits,
+    /// Episodes offer tools, and the model calls none.
+    NoToolCalls,
+    /// The environment forgets episodes, which begin again.
+    ForgottenEpisodes,
     /// Attempts keep ending before the job is over.
     ManyRestarts,
 }
 
 impl Rule {
     /// Every rule that reads metrics, and can therefore be configured in a job.
-    pub const ALL: [Rule; 13] = [
+    pub const ALL: [Rule; 18] = [
         Rule::HighVariance,
         Rule::KlExplosion,
         Rule::RewardCollapse,
@@ -55,6 +65,11 @@ impl Rule {
         Rule::SlowReward,
         Rule::NonFinite,
         Rule::RolloutMismatch,
+        Rule::InvalidCalls,
+        Rule::MostlyContext,
+        Rule::EpisodesAtLimits,
+        Rule::NoToolCalls,
+        Rule::ForgottenEpisodes,
     ];
 
     /// Returns the name used in the API and in the database.
@@ -73,6 +88,11 @@ impl Rule {
             Rule::SlowReward => "slow_reward",
             Rule::NonFinite => "non_finite",
             Rule::RolloutMismatch => "rollout_mismatch",
+            Rule::InvalidCalls => "invalid_calls",
+            Rule::MostlyContext => "mostly_context",
+            Rule::EpisodesAtLimits => "episodes_at_limits",
+            Rule::NoToolCalls => "no_tool_calls",
+            Rule::ForgottenEpisodes => "forgotten_episodes",
             Rule::ManyRestarts => "many_restarts",
         }
     }
@@ -89,8 +109,12 @@ impl Rule {
             | Rule::AdapterUnchanged
             | Rule::EntropyCollapse
             | Rule::RolloutMismatch
+            | Rule::InvalidCalls
+            | Rule::EpisodesAtLimits
+            | Rule::NoToolCalls
+            | Rule::ForgottenEpisodes
             | Rule::ManyRestarts => Severity::Warning,
-            Rule::NothingToLearn | Rule::SlowReward => Severity::Info,
+            Rule::NothingToLearn | Rule::SlowReward | Rule::MostlyContext => Severity::Info,
         }
     }
 }
@@ -109,9 +133,16 @@ impl Rule {
             | Rule::EntropyCollapse
             | Rule::RolloutMismatch
             | Rule::NonFinite => true,
-            Rule::ColdStart | Rule::NothingToLearn | Rule::AdapterUnchanged | Rule::SlowReward | Rule::ManyRestarts => {
-                false
-            }
+            Rule::ColdStart
+            | Rule::NothingToLearn
+            | Rule::AdapterUnchanged
+            | Rule::SlowReward
+            | Rule::InvalidCalls
+            | Rule::MostlyContext
+            | Rule::EpisodesAtLimits
+            | Rule::NoToolCalls
+            | Rule::ForgottenEpisodes
+            | Rule::ManyRestarts => false,
         }
     }
 }

@@ -5,12 +5,13 @@ use serde_json::{Value, json};
 use super::facts::Context;
 use super::foreign::advice;
 use super::reader::{FieldError, Reader};
+use super::resolve::Warning;
 use super::rewards::{read_secrets, read_url};
 use super::runtime_spec::RuntimeChoice;
 use super::settings::{ENVIRONMENT, Values};
 use super::{
-    EnvironmentKind, EnvironmentPlan, EpisodeReturn, Estimator, JobSpec, MAX_ABS_REWARD, OnInvalid, RewardKind,
-    RewardNormalization, RewardPlan, RewardSecrets, ServicePlan, ToolPlan,
+    EnvironmentKind, EnvironmentPlan, EpisodeReturn, Estimator, JobSpec, Loss, MAX_ABS_REWARD, OnInvalid, Plan,
+    RewardKind, RewardNormalization, RewardPlan, RewardSecrets, ServicePlan, ToolPlan,
 };
 
 /// Default of the setting `environment.name`.
@@ -247,6 +248,43 @@ pub(super) fn check(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErr
     }
 }
 
+/// Number of the model's tokens in an episode above which the ratio of a whole episode is soon clipped: the sum of the tokens'
+/// log-ratios passes ±0.2 after a single step.
+const LONG_EPISODE: u64 = 2000;
+
+/// Returns warnings about settings that are legal but probably not intended.
+pub(super) fn warnings(spec: &JobSpec, plan: &Plan, context: &Context) -> Vec<Warning> {
+    let Some(environment) = &plan.environment else { return Vec::new() };
+    let mut warnings = Vec::new();
+    let mut warn = |pointer: &str, code: &str, detail: String| {
+        warnings.push(Warning { pointer: pointer.to_owned(), code: code.to_owned(), detail });
+    };
+    let is_own_contract = environment.kind == EnvironmentKind::Http;
+    if is_own_contract && spec.secrets.get(ENVIRONMENT_SECRET).is_none_or(|secrets| secrets.secret.is_none()) {
+        let detail =
+            "requests are not signed, so the environment cannot tell them from forged ones: give a whsec_… secret";
+        warn("/environment/secret", "unsigned_webhook", detail.to_owned());
+    }
+    let thinks = plan.sampling.chat_template_kwargs.get("enable_thinking") != Some(&Value::Bool(false));
+    if thinks
+        && environment.kind != EnvironmentKind::Tools
+        && context.model.as_ref().is_some_and(|model| model.removes_reasoning)
+    {
+        let detail = "the model's chat template removes the reasoning of earlier turns when a message of a user follows, but an episode keeps what was sampled: the model is trained on histories that it will not see when served. Answer tool calls with messages of role tool, which keep the reasoning, or set enable_thinking to false";
+        warn("/sampling/chat_template_kwargs", "reasoning_kept_in_training", detail.to_owned());
+    }
+    let turns = u64::from(environment.max_turns) * u64::from(plan.sampling.max_completion_length);
+    let longest = turns.min(u64::from(environment.max_episode_tokens));
+    let is_reused = plan.rloo.num_iterations > 1 || plan.rloo.steps_per_generation > 1;
+    if longest > LONG_EPISODE && is_reused && plan.rloo.loss == Loss::Sequence {
+        let detail = format!(
+            "an episode may have {longest} tokens of the model, and a block is used for several steps: the ratio of so many tokens leaves the clip range at once, and then teaches nothing. Use loss 'token_mean' or 'gspo', or one step per block"
+        );
+        warn("/rloo/loss", "long_episodes", detail);
+    }
+    warnings
+}
+
 /// Checks that the reward of an episode is a sum over its turns, as `rloo_turns` needs it.
 fn check_turn_advantages(spec: &JobSpec, environment: &EnvironmentPlan, errors: &mut Vec<FieldError>) {
     if spec.rloo.estimator != Estimator::RlooTurns {
@@ -333,6 +371,27 @@ mod tests {
         let own = resolved(own, true).unwrap().plan;
         assert_eq!((own.rewards.len(), own.rewards[0].weight), (1, 2.0));
         assert!(!own.eval.unwrap().auto_verdict, "a verdict samples single turns");
+    }
+
+    #[test]
+    fn settings_that_are_probably_not_intended_have_warnings() {
+        let warned = |changes: Value| -> Vec<String> {
+            let warnings = resolved(changes, true).unwrap().warnings;
+            warnings.into_iter().map(|warning| warning.code).filter(|code| code != "few_steps").collect()
+        };
+        let secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+        let quiet = json!({"environment": {"secret": secret}, "sampling": {"chat_template_kwargs": {"enable_thinking": false}}});
+        assert_eq!(warned(quiet), [""; 0]);
+        assert_eq!(warned(json!({})), ["unsigned_webhook", "reasoning_kept_in_training"]);
+        let reused = |loss: &str| {
+            json!({
+                "environment": {"secret": secret},
+                "sampling": {"max_completion_length": 300, "chat_template_kwargs": {"enable_thinking": false}},
+                "rloo": {"steps_per_generation": 2, "loss": loss}
+            })
+        };
+        assert_eq!(warned(reused("sequence")), ["long_episodes"]);
+        assert_eq!(warned(reused("token_mean")), [""; 0]);
     }
 
     #[test]

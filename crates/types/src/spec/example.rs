@@ -24,6 +24,7 @@ pub(crate) fn model(has_chat_template: bool) -> ModelFacts {
         num_parameters: 1,
         size_bytes: 1,
         has_chat_template,
+        removes_reasoning: has_chat_template,
         shape: None,
         modules: Vec::new(),
         beyond_gpu: None,

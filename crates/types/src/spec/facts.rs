@@ -71,6 +71,8 @@ pub struct ModelFacts {
     pub size_bytes: u64,
     /// Whether the model has a chat template.
     pub has_chat_template: bool,
+    /// Whether the chat template removes the reasoning of turns before the last message of a user.
+    pub removes_reasoning: bool,
     /// Sizes of the model's matrices; `None` = unknown, and adapters cannot be estimated.
     pub shape: Option<ModelShape>,
     /// Names of the linear layers that can have an adapter, in order; empty = unknown.

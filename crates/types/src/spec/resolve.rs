@@ -550,6 +550,7 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec
     }
     warn_of_evaluation(spec, plan, context, &mut warn);
     warnings.extend(rloo::warnings(plan));
+    warnings.extend(environments::warnings(spec, plan, context));
     warnings
 }
 

@@ -250,6 +250,7 @@ mod tests {
             num_parameters: 1,
             size_bytes: 1,
             has_chat_template: false,
+            removes_reasoning: false,
             shape: None,
             modules: Vec::new(),
             beyond_gpu: None,

@@ -18,6 +18,7 @@ fn plan(eval: Value) -> Plan {
             num_parameters: 1000,
             size_bytes: 4000,
             has_chat_template: false,
+            removes_reasoning: false,
             shape: None,
             modules: vec![],
             beyond_gpu: None,

@@ -19,6 +19,7 @@ pub fn model() -> ModelFacts {
         num_parameters: 1_000,
         size_bytes: 2_000,
         has_chat_template: false,
+        removes_reasoning: false,
         shape: Some(ModelShape {
             four_bit_weights: 0,
             nested_four_bit_weights: 0,

@@ -188,6 +188,7 @@ impl Scored {
                 advantage: advantages.get(place).copied().flatten(),
                 finish_reason: sample.finish_reason,
                 num_tokens: sample.num_tokens,
+                episode: None,
             }
         });
         samples.collect()
