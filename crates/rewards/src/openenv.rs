@@ -145,8 +145,13 @@ impl OpenenvClient {
                     }
                 })
             };
+            let (is_recorded, asked_at) = (self.questions.recorded(&question).is_some(), Instant::now());
             let answer = self.questions.ask(&question, body, asking).await?;
-            Ok(read_recorded(answer, matches!(ask, Ask::Reset(_))))
+            let latency_ms = u32::try_from(asked_at.elapsed().as_millis()).ok().filter(|_| !is_recorded);
+            Ok(match read_recorded(answer, matches!(ask, Ask::Reset(_))) {
+                Reply::Step(answer) => Reply::Step(StepAnswer { latency_ms, ..answer }),
+                other => other,
+            })
         }))
         .await
     }
