@@ -304,7 +304,8 @@ impl Game<'_> {
         let prompt = |(&place, given): (&usize, &Vec<u32>)| {
             let player = &players[place];
             let EpisodeId { row, index, attempt } = player.id;
-            let word = self.episodes.keys.0.with(row).with(index.into()).with(attempt.into()).word();
+            let turn = player.record.turns.len() as u64;
+            let word = self.episodes.keys.0.with(row).with(index.into()).with(attempt.into()).with(turn).word();
             (word, player.shared().to_vec(), given.clone())
         };
         let prompts: Vec<(u64, Vec<u32>, Vec<u32>)> = live.iter().zip(&given).map(prompt).collect();

@@ -131,11 +131,6 @@ struct LiveRow<'a> {
 }
 
 impl LiveRow<'_> {
-    /// Number of tokens after the prompt so far.
-    fn len(&self) -> usize {
-        self.num_given + self.ids.len()
-    }
-
     /// Whether the next token is sampled.
     fn is_sampled(&self) -> bool {
         self.num_given == self.given.len()
@@ -201,7 +196,7 @@ impl Batch<'_> {
     fn find_picks(&mut self, later: usize) {
         let temperature = self.request.sampler.temperature;
         let pick = |row: &LiveRow| {
-            let uniform = row.key.with((row.len() + later) as u64).uniform();
+            let uniform = row.key.with((row.ids.len() + later) as u64).uniform();
             Pick { temperature, uniform }
         };
         self.picks.clear();
@@ -252,7 +247,7 @@ impl Batch<'_> {
         }
         let mut logits = policy.next_logits(&self.state)?;
         for (position, row) in self.live.iter_mut().enumerate().filter(|(_, row)| row.is_sampled()) {
-            let uniform = row.key.with(row.len() as u64).uniform();
+            let uniform = row.key.with(row.ids.len() as u64).uniform();
             let token = sampler.choose(logits.row_mut(position), &row.seen, uniform);
             row.ids.push(token);
             row.seen.insert(token);

@@ -330,7 +330,9 @@ fn no_more_episodes_are_open_than_the_server_allows() {
         };
         sampled.push(host.groups().iter().take(2).map(texts).collect::<Vec<_>>());
     }
-    assert!(sampled.iter().all(|texts| *texts == sampled[0]), "the first step samples the same, whatever is open");
+    for texts in &sampled {
+        assert_eq!(*texts, sampled[0], "the first step samples the same, whatever is open");
+    }
 }
 
 #[test]
