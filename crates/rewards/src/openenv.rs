@@ -18,7 +18,7 @@ use crate::client::{RewardClient, user_headers};
 use crate::environment::{Ask, EpisodeCall, EpisodeId, Reply, Reset, ResetAnswer, Step, StepAnswer};
 use crate::event::Event;
 use crate::protocol::RewardAnswer;
-use crate::questions::{Questions, episode_name, timed};
+use crate::questions::{Questions, episode_name};
 use crate::rollout::RolloutId;
 use crate::secret_filter::{Preserved, SecretFilter};
 use crate::signed_post;
@@ -145,9 +145,13 @@ impl OpenenvClient {
                     }
                 })
             };
-            let asked_at = Instant::now();
+            let (is_recorded, asked_at) = (self.questions.recorded(&question).is_some(), Instant::now());
             let answer = self.questions.ask(&question, body, asking).await?;
-            Ok(timed(read_recorded(answer, matches!(ask, Ask::Reset(_))), asked_at))
+            let latency_ms = u32::try_from(asked_at.elapsed().as_millis()).ok().filter(|_| !is_recorded);
+            Ok(match read_recorded(answer, matches!(ask, Ask::Reset(_))) {
+                Reply::Step(answer) => Reply::Step(StepAnswer { latency_ms, ..answer }),
+                other => other,
+            })
         }))
         .await
     }

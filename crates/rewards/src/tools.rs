@@ -16,7 +16,7 @@ use crate::client::RewardClient;
 use crate::environment::{Ask, EpisodeCall, EpisodeId, Reply, ResetAnswer, Step, StepAnswer};
 use crate::event::Event;
 use crate::protocol::RewardAnswer;
-use crate::questions::{Question, Questions, episode_name, timed};
+use crate::questions::{Question, Questions, episode_name};
 use crate::rollout::RolloutId;
 use crate::spec::{EnvironmentPlan, HttpToolPlan, RewardSecrets, ToolPlan};
 use crate::status::{Outage, Status, Waiting};
@@ -256,7 +256,8 @@ impl ToolsClient {
                 Err(message) => return Ok(Reply::Failed { code: FAILED.to_owned(), message }),
             }
         }
-        Ok(timed(Reply::Step(StepAnswer { messages, ..StepAnswer::default() }), asked_at))
+        let latency_ms = u32::try_from(asked_at.elapsed().as_millis()).ok().filter(|_| !is_replayed);
+        Ok(Reply::Step(StepAnswer { messages, latency_ms, ..StepAnswer::default() }))
     }
 
     /// Carries out one call. The inner error is the reason for which there is no answer; the flag says whether the answer was recorded
