@@ -117,6 +117,32 @@ async fn patch_renews_the_secrets_of_either_list_by_name() {
 }
 
 #[tokio::test]
+async fn headers_of_tools_are_renewed_and_a_fork_keeps_them_while_their_address_stays() {
+    let (server, old) = (Server::start().await, Key::generate().unwrap());
+    let mut tools = document(&old);
+    let tool = |name: &str| json!({"type": "http", "name": name, "server_url": JOB_URL, "headers": {"x-key": "old"}});
+    tools["tools"] = json!([tool("add"), tool("sub")]);
+    tools["environment"] = json!({"max_episode_tokens": 40, "max_turns": 2});
+    tools["sampling"]["max_completion_length"] = json!(8);
+    let id = parent(&server, tools).await;
+    let patch = async |secrets: Value| {
+        server.call("PATCH", &format!("/jobs/{id}"), Some(json!({"reward_secrets": secrets})), None).await
+    };
+    assert_eq!(patch(json!({"tool:add": {"headers": {"x-key": "new"}}})).await.status, 200);
+    for refused in [json!({"tool:mul": {"headers": {}}}), json!({"tool:add": {"secret": old}})] {
+        assert_eq!(patch(refused).await.status, 422);
+    }
+    let mut moved = json!([tool("add"), tool("sub")]);
+    moved[1]["server_url"] = json!(EVAL_URL);
+    moved.as_array_mut().unwrap().iter_mut().for_each(|tool| drop(tool.as_object_mut().unwrap().remove("headers")));
+    let (status, body) = fork(&server, id, 5, json!({"tools": moved})).await;
+    assert_eq!(status, 201, "{body}");
+    let child = id_of(&body);
+    assert_eq!(secret_of(&server, child, "tool:add").await.unwrap().headers["x-key"], "new");
+    assert_eq!(secret_of(&server, child, "tool:sub").await, None);
+}
+
+#[tokio::test]
 async fn a_rescore_of_evaluated_samples_uses_the_secret_of_the_evaluations_reward() {
     let server = Server::start().await;
     let rewards =

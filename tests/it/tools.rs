@@ -320,3 +320,59 @@ async fn a_draft_with_tools_is_checked_where_it_stands() {
         errors.iter().find(|error| error["pointer"] == "/environment/url").unwrap()["detail"].as_str().unwrap();
     assert!(detail.starts_with("OpenEnv's HTTP form forgets the state of an episode; "), "{detail}");
 }
+
+/// A server of the package `openenv`.
+struct Openenv(std::process::Child);
+
+impl Drop for Openenv {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[tokio::test]
+async fn a_job_plays_with_openenv_for_one_episode_and_says_what_a_kill_has_lost() {
+    use std::io::BufRead;
+    let Ok(python) = std::env::var("RLOOD_OPENENV_PYTHON") else {
+        println!("skipped: RLOOD_OPENENV_PYTHON names no Python that has the package openenv");
+        return;
+    };
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/rewards/tests/it/openenv_server.py");
+    let mut command = std::process::Command::new(python);
+    let mut child = command.args([script, "text", "1"]).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut lines = std::io::BufReader::new(child.stdout.take().unwrap()).lines();
+    let port = lines.find_map(|line| line.unwrap().strip_prefix("port ").map(str::to_owned)).unwrap();
+    let _openenv = Openenv(child);
+
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::start(&dir.path().join("data"), "cpu");
+    register(&server, "caller", &model_that_calls(&dir.path().join("caller"))).await;
+    let mut document = spec("http://127.0.0.1:9", "http://127.0.0.1:9/");
+    document["tools"] = Value::Null;
+    document["rewards"] = json!([{"type": "environment"}]);
+    document["environment"] = json!({"type": "openenv", "url": format!("http://127.0.0.1:{port}"), "max_turns": 3,
+        "max_episode_tokens": 200, "max_observation_tokens": 40, "tool_parser": "none"});
+    document["training"] = json!({"prompts_per_step": 3, "max_steps": 12, "max_attempts": 20});
+    // The server has room for one episode, and a block has six: the job fails with the advice.
+    let job = server.submit(&document).await;
+    let failed = server.job_in_state(&job, "failed").await;
+    assert!(failed.to_string().contains("max_open_episodes to 1"), "{failed}");
+
+    document["environment"]["max_open_episodes"] = json!(1);
+    let job = server.submit(&document).await;
+    for step in [1, 3, 5, 7] {
+        server.job_when(&job, "a step", |view| view["step"].as_u64() >= Some(step)).await;
+        if server.get(&format!("/jobs/{job}")).await["state"] == "running" {
+            signal("KILL", server.worker_pids(1).await[0]);
+        }
+    }
+    server.job_in_state(&job, "succeeded").await;
+    let metrics = server.get(&format!("/jobs/{job}/metrics")).await["data"].as_array().unwrap().clone();
+    let restarts: f64 = metrics.iter().filter_map(|row| row["environment/restarts"].as_f64()).sum();
+    assert!(restarts >= 1.0, "an episode was under way at one of the kills: {metrics:?}");
+    let finished: f64 = metrics.iter().filter_map(|row| row["environment/stop/env_done"].as_f64()).fold(0.0, f64::max);
+    assert!(finished > 0.0 && metrics.iter().any(|row| row["environment/return_mean"] == 1.0), "{metrics:?}");
+    let events = server.get(&format!("/jobs/{job}/events?limit=1000")).await;
+    assert!(events.to_string().contains("environment_lost"), "{events}");
+}

@@ -18,7 +18,7 @@ use crate::client::{RewardClient, user_headers};
 use crate::environment::{Ask, EpisodeCall, EpisodeId, Reply, Reset, ResetAnswer, Step, StepAnswer};
 use crate::event::Event;
 use crate::protocol::RewardAnswer;
-use crate::questions::{Questions, episode_name, timed};
+use crate::questions::{Questions, episode_name};
 use crate::rollout::RolloutId;
 use crate::secret_filter::{Preserved, SecretFilter};
 use crate::signed_post;
@@ -72,8 +72,10 @@ enum End {
 /// Why an episode has not begun.
 enum Hurdle {
     Fatal(RewardFailure),
-    /// The server is away, or the connection broke.
+    /// The server is away.
     Away(String),
+    /// The connection broke, or the server could not make an environment. A reset that ends the server must not be repeated for ever.
+    Broke(String),
     Answer(Problem),
 }
 
@@ -143,9 +145,13 @@ impl OpenenvClient {
                     }
                 })
             };
-            let asked_at = Instant::now();
+            let (is_recorded, asked_at) = (self.questions.recorded(&question).is_some(), Instant::now());
             let answer = self.questions.ask(&question, body, asking).await?;
-            Ok(timed(read_recorded(answer, matches!(ask, Ask::Reset(_))), asked_at))
+            let latency_ms = u32::try_from(asked_at.elapsed().as_millis()).ok().filter(|_| !is_recorded);
+            Ok(match read_recorded(answer, matches!(ask, Ask::Reset(_))) {
+                Reply::Step(answer) => Reply::Step(StepAnswer { latency_ms, ..answer }),
+                other => other,
+            })
         }))
         .await
     }
@@ -202,7 +208,7 @@ impl OpenenvClient {
         let name = episode_name(self.questions.job, key.0, &key.1);
         let message = wire::reset(reset, &self.plan.params, &name, &key.1);
         let url = self.url("/ws")?;
-        let mut trouble = Trouble::new(self);
+        let (mut trouble, mut breaks) = (Trouble::new(self), 0);
         let (socket, first) = loop {
             let permit = self.permits.acquire().await;
             let begun = self.try_begin(&url, message.clone()).await;
@@ -211,14 +217,16 @@ impl OpenenvClient {
                 Ok(begun) => break begun,
                 Err(Hurdle::Fatal(failure)) => return Err(failure),
                 Err(Hurdle::Away(why)) => trouble.wait(&why, None).await?,
+                Err(Hurdle::Broke(why)) => {
+                    breaks += 1;
+                    if breaks >= self.plan.service.max_tries {
+                        return Ok(Err(End::Failed(why)));
+                    }
+                    trouble.wait(&why, None).await?;
+                }
                 Err(Hurdle::Answer(Problem::Full { max_sessions })) => {
                     self.check_room(max_sessions, trouble.since.elapsed())?;
                     trouble.wait("the server has no room for another episode", Some(MAX_CAPACITY_WAIT)).await?;
-                }
-                Err(Hurdle::Answer(Problem::Reported { code, message }))
-                    if matches!(code.as_str(), "FACTORY_ERROR" | "SESSION_ERROR") =>
-                {
-                    trouble.wait(&format!("{code}: {message}"), None).await?;
                 }
                 Err(Hurdle::Answer(problem)) => return Ok(Err(End::Failed(shown(problem)))),
             }
@@ -245,8 +253,13 @@ impl OpenenvClient {
         })?;
         match self.exchange(&socket, message).await {
             Ok(Ok(first)) => Ok((socket, first)),
+            Ok(Err(Problem::Reported { code, message }))
+                if matches!(code.as_str(), "FACTORY_ERROR" | "SESSION_ERROR") =>
+            {
+                Err(Hurdle::Broke(format!("{code}: {message}")))
+            }
             Ok(Err(problem)) => Err(Hurdle::Answer(problem)),
-            Err(why) => Err(Hurdle::Away(why)),
+            Err(why) => Err(Hurdle::Broke(why)),
         }
     }
 

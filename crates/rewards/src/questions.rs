@@ -3,13 +3,12 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Instant;
 
 use sha2::{Digest, Sha256};
 
 use crate::RewardFailure;
 use crate::digest::Sha256Digest;
-use crate::environment::{EpisodeId, Reply, StepAnswer};
+use crate::environment::EpisodeId;
 use crate::id::JobId;
 use crate::journal::{Journal, JournaledRequest};
 use crate::protocol::{JournalEntry, RewardAnswer};
@@ -30,15 +29,6 @@ pub(crate) fn episode_name(job: JobId, rollout: RolloutId, episode: &EpisodeId) 
     let RolloutId { phase, step, round, part } = rollout;
     let of = format!("{job} {phase:?} {step} {round} {part:?} {} {}", episode.row, episode.index);
     format!("ep_{}", short_hash(&of))
-}
-
-/// Adds the time since `asked_at` to the answer to a turn. An answer within a millisecond comes from the journal and has none.
-pub(crate) fn timed(reply: Reply, asked_at: Instant) -> Reply {
-    let latency_ms = u32::try_from(asked_at.elapsed().as_millis()).ok().filter(|latency| *latency > 0);
-    match reply {
-        Reply::Step(answer) => Reply::Step(StepAnswer { latency_ms, ..answer }),
-        other => other,
-    }
 }
 
 /// The questions of one job to one kind of service.

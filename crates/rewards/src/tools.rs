@@ -16,7 +16,7 @@ use crate::client::RewardClient;
 use crate::environment::{Ask, EpisodeCall, EpisodeId, Reply, ResetAnswer, Step, StepAnswer};
 use crate::event::Event;
 use crate::protocol::RewardAnswer;
-use crate::questions::{Question, Questions, episode_name, timed};
+use crate::questions::{Question, Questions, episode_name};
 use crate::rollout::RolloutId;
 use crate::spec::{EnvironmentPlan, HttpToolPlan, RewardSecrets, ToolPlan};
 use crate::status::{Outage, Status, Waiting};
@@ -238,16 +238,17 @@ impl ToolsClient {
             for (index, call) in calls {
                 let answer = match server {
                     Some(server) => self.call(rollout, (episode, step.turn), server, call).await?,
-                    None => Ok("error: there is no tool of this name".to_owned()),
+                    None => (Ok("error: there is no tool of this name".to_owned()), false),
                 };
                 answers.push((*index, answer));
             }
             Ok::<_, RewardFailure>(answers)
         }));
         let mut answered = answered.await?.concat();
+        let is_replayed = answered.iter().all(|(_, (_, is_recorded))| *is_recorded);
         answered.sort_by_key(|(index, _)| *index);
         let mut messages = Vec::with_capacity(calls.len());
-        for ((_, answer), call) in answered.into_iter().zip(calls) {
+        for ((_, (answer, _)), call) in answered.into_iter().zip(calls) {
             match answer {
                 Ok(content) => messages.push(json!({
                     "role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": content,
@@ -255,17 +256,19 @@ impl ToolsClient {
                 Err(message) => return Ok(Reply::Failed { code: FAILED.to_owned(), message }),
             }
         }
-        Ok(timed(Reply::Step(StepAnswer { messages, ..StepAnswer::default() }), asked_at))
+        let latency_ms = u32::try_from(asked_at.elapsed().as_millis()).ok().filter(|_| !is_replayed);
+        Ok(Reply::Step(StepAnswer { messages, latency_ms, ..StepAnswer::default() }))
     }
 
-    /// Carries out one call. The inner error is the reason for which there is no answer.
+    /// Carries out one call. The inner error is the reason for which there is no answer; the flag says whether the answer was recorded
+    /// by an earlier attempt.
     async fn call(
         &self,
         rollout: RolloutId,
         (episode, turn): (&EpisodeId, u32),
         server: &Server,
         call: &Value,
-    ) -> Result<Result<String, String>, RewardFailure> {
+    ) -> Result<(Result<String, String>, bool), RewardFailure> {
         let in_turn = call["id"].as_str().unwrap_or_default();
         let question: Question = self.questions.about(rollout, episode, "call", &format!("{turn} {in_turn}"));
         let trace = episode_name(self.questions.job, rollout, episode);
@@ -286,11 +289,13 @@ impl ToolsClient {
                 }
             })
         };
-        Ok(match self.questions.ask(&question, http::body(&call), asking).await? {
+        let is_recorded = self.questions.recorded(&question).is_some();
+        let answer = match self.questions.ask(&question, http::body(&call), asking).await? {
             RewardAnswer::Body { body } | RewardAnswer::Expired { body } => Ok(body),
             RewardAnswer::Unusable { detail, .. } => Err(detail),
             RewardAnswer::TooLarge => Err(String::new()),
-        })
+        };
+        Ok((answer, is_recorded))
     }
 
     /// Tries until there is an answer. The inner error says why there is none, and whether a later try may succeed.

@@ -51,7 +51,8 @@ impl From<SendError> for Trouble {
     fn from(error: SendError) -> Self {
         match &error {
             SendError::Refused(why) => Trouble::Refused(why.clone()),
-            SendError::Failed { is_timeout: true, .. } => Trouble::transient(error.text()),
+            // The server may have received the call, so this counts as a try: a call that ends the server must not be repeated for ever.
+            SendError::Failed { is_connect: false, .. } => Trouble::transient(error.text()),
             SendError::Failed { .. } => Trouble::Away(error.text()),
         }
     }

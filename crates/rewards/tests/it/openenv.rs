@@ -236,11 +236,11 @@ async fn a_resumed_run_replays_what_was_answered_and_begins_the_rest_again() {
     let (job, book) = (JobId::new(), Arc::new(Book::default()));
     let (first, _rewards) = server(&url, json!({}), job, Some(book.clone()));
     let begun = reply(&first, reset(episode(0))).await;
-    let turn = reply(&first, says(episode(0), 0, "a")).await;
+    let turn = answer(reply(&first, says(episode(0), 0, "a")).await);
     drop(first);
     let (second, _rewards) = server(&url, json!({}), job, Some(book.clone()));
     assert_eq!(reply(&second, reset(episode(0))).await, begun);
-    assert_eq!(reply(&second, says(episode(0), 0, "a")).await, turn);
+    assert_eq!(answer(reply(&second, says(episode(0), 0, "a")).await), turn);
     assert_eq!(counting.0.begun.lock().unwrap().len(), 1, "nothing was asked again");
     assert_eq!(reply(&second, says(episode(0), 1, "b")).await, Ok(Reply::Lost));
     let (third, _rewards) = server(&url, json!({}), job, Some(book));
