@@ -62,6 +62,13 @@ certificate() {
     tests/certificate/run.sh target/release/rlood benches/results/certificate.md
 }
 
+section agent "nothing" \
+    assets/agent assets/agent-data crates/chat crates/engine crates/kernels src/demo src/demo.rs tests/agent
+agent() {
+    cargo build --release --locked
+    tests/agent/run.sh target/release/rlood benches/results/agent_demo.md | figures '^agent demo'
+}
+
 section hub "python3 with venv, PyPI" crates/hub src/http/pushes src/http/pushes.rs
 hub() {
     local venv=target/hub-client

@@ -1,5 +1,5 @@
-//! The bundled model and datasets, embedded in the binary so that the demo needs no other
-//! files. `examples/make_tiny_model` creates them.
+//! The bundled models and datasets, embedded in the binary so that the demo needs no other
+//! files. `examples/make_tiny_model` and `scripts/make_agent_model.py` create them.
 
 use std::io;
 use std::path::Path;
@@ -9,7 +9,23 @@ pub const TRAIN: &[u8] = include_bytes!("../assets/tiny-data/train.jsonl");
 /// Evaluation prompts: sums with other operands than those of the training prompts.
 pub const HELD_OUT: &[u8] = include_bytes!("../assets/tiny-data/heldout.jsonl");
 
-const MODEL: [(&str, &[u8]); 5] = [
+/// The training prompts of `rlood demo --agent`: sums of three numbers, with the column `answer`.
+pub const AGENT_TRAIN: &[u8] = include_bytes!("../assets/agent-data/train.jsonl");
+/// Evaluation prompts of `rlood demo --agent`: other sums.
+pub const AGENT_HELD_OUT: &[u8] = include_bytes!("../assets/agent-data/heldout.jsonl");
+
+/// The name and the contents of each file of a model.
+type Files = [(&'static str, &'static [u8]); 5];
+
+const AGENT: Files = [
+    ("config.json", include_bytes!("../assets/agent/config.json")),
+    ("generation_config.json", include_bytes!("../assets/agent/generation_config.json")),
+    ("model.safetensors", include_bytes!("../assets/agent/model.safetensors")),
+    ("tokenizer.json", include_bytes!("../assets/agent/tokenizer.json")),
+    ("tokenizer_config.json", include_bytes!("../assets/agent/tokenizer_config.json")),
+];
+
+const MODEL: Files = [
     ("config.json", include_bytes!("../assets/tiny/config.json")),
     ("generation_config.json", include_bytes!("../assets/tiny/generation_config.json")),
     ("model.safetensors", include_bytes!("../assets/tiny/model.safetensors")),
@@ -19,10 +35,19 @@ const MODEL: [(&str, &[u8]); 5] = [
 
 /// Writes the bundled model to a directory. Existing files are not touched, because a worker may be reading them.
 pub fn unpack_model(dir: &Path) -> io::Result<()> {
+    unpack(&MODEL, dir)
+}
+
+/// Writes the bundled model that calls a calculator to a directory, like [`unpack_model`].
+pub fn unpack_agent(dir: &Path) -> io::Result<()> {
+    unpack(&AGENT, dir)
+}
+
+fn unpack(files: &Files, dir: &Path) -> io::Result<()> {
     std::fs::create_dir_all(dir)?;
-    for (name, bytes) in MODEL {
+    for (name, bytes) in files {
         let (path, temporary) = (dir.join(name), dir.join(format!(".{name}.tmp")));
-        if !std::fs::read(&path).is_ok_and(|found| found == bytes) {
+        if !std::fs::read(&path).is_ok_and(|found| found == *bytes) {
             std::fs::write(&temporary, bytes)?;
             std::fs::rename(&temporary, &path)?;
         }
@@ -32,7 +57,12 @@ pub fn unpack_model(dir: &Path) -> io::Result<()> {
 
 /// Returns the question and the answer of a row of the bundled evaluation dataset.
 pub fn held_out_row(row: usize) -> Option<(String, String)> {
-    let line = HELD_OUT.split(|byte| *byte == b'\n').nth(row).filter(|line| !line.is_empty())?;
+    question_and_answer(HELD_OUT, row)
+}
+
+/// Returns the question and the answer of a row of a bundled dataset.
+pub fn question_and_answer(dataset: &[u8], row: usize) -> Option<(String, String)> {
+    let line = dataset.split(|byte| *byte == b'\n').nth(row).filter(|line| !line.is_empty())?;
     let record: serde_json::Value = serde_json::from_slice(line).ok()?;
     let text = |value: &serde_json::Value| value.as_str().map(str::to_owned);
     Some((text(&record["prompt"][0]["content"])?, text(&record["answer"])?))
@@ -40,5 +70,10 @@ pub fn held_out_row(row: usize) -> Option<(String, String)> {
 
 /// Returns the number of rows in the bundled evaluation dataset.
 pub fn held_out_rows() -> usize {
-    HELD_OUT.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).count()
+    num_rows(HELD_OUT)
+}
+
+/// Returns the number of rows in a bundled dataset.
+pub fn num_rows(dataset: &[u8]) -> usize {
+    dataset.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).count()
 }

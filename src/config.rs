@@ -200,6 +200,20 @@ pub struct DemoArgs {
     /// keep serving until Ctrl-C.
     #[arg(long)]
     pub exit: bool,
+
+    /// Train the bundled model that learns to call a calculator, in episodes of several turns. With --exit the code is 0 only if at most
+    /// 0.2 of the held-out sums were right before and at least 0.9 after.
+    #[arg(long)]
+    pub agent: bool,
+
+    /// Let the calculator answer with random numbers, so that calling it brings nothing. With --exit the code is 0 only if at most 0.3 of
+    /// the held-out sums are right after the training.
+    #[arg(long, requires = "agent")]
+    pub noise: bool,
+
+    /// Instruction set of the CPU kernels: auto (the fastest one that the machine supports), portable, avx2, avx512, avx512_bf16 or amx.
+    #[arg(long, env = "RLOOD_ISA", default_value = "auto", value_enum)]
+    pub isa: Isa,
 }
 
 #[derive(Debug, Clone, Args)]

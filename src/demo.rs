@@ -2,7 +2,8 @@
 //!
 //! The demo consists of the same parts as a real setup: a server as `rlood serve` runs it, with its own worker process; a reward
 //! service on another port ([`reward_service`]); and a client that uses only the public HTTP API ([`rlood_client`]). It also serves
-//! as an example of that API.
+//! as an example of that API. `rlood demo --agent` trains another bundled model in the same way, to call a calculator in episodes of
+//! several turns ([`calculator`]).
 
 use std::io::IsTerminal;
 use std::net::SocketAddr;
@@ -17,15 +18,20 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::bundle;
 use crate::config::{ConfigError, DemoArgs, HubConfig, ServeConfig, resolve_listen};
 use crate::demo::reward_service::ExampleService;
-use crate::id::DatasetId;
+use crate::id::{DatasetId, JobId};
 use crate::job::State;
 use crate::reward::signature::Key;
 use crate::serve::{self, ServeError};
 
+mod agent;
+mod arithmetic;
+pub mod calculator;
 mod outcome;
 mod progress;
 pub mod reward_service;
 
+use agent::AgentOutcome;
+use calculator::Calculator;
 use outcome::Outcome;
 use progress::Progress;
 
@@ -87,6 +93,7 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     let config = ServeConfig {
         listen: listen_address(args.listen.as_deref())?,
         hub: HubConfig::of_environment(),
+        isa: args.isa,
         ..ServeConfig::loopback(&data_dir)?
     };
     let server = serve::start(config).await?;
@@ -100,7 +107,7 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     let code = match &demonstrated {
         None => ExitCode::from(EXIT_INTERRUPTED),
         Some(Err(_)) => ExitCode::FAILURE,
-        Some(Ok((outcome, _))) if args.exit => outcome.judge(),
+        Some(Ok(demonstrated)) if args.exit => demonstrated.judge(),
         Some(Ok(_)) => {
             println!("\nserving until Ctrl-C");
             tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
@@ -114,15 +121,44 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     }
 }
 
-/// Runs the demo over HTTP, as a user would: registers the model, uploads the data, submits the job, follows
-/// it, fetches the results. The reward service is returned too, because a verdict on the job needs it.
+/// The results of a demo. The service is part of them, because it must answer further jobs and verdicts.
+enum Demonstrated {
+    Sums(Outcome, #[expect(dead_code, reason = "it serves until it is dropped")] ExampleService),
+    Agent(Box<AgentOutcome>, #[expect(dead_code, reason = "it serves until it is dropped")] Calculator),
+}
+
+impl Demonstrated {
+    fn judge(&self) -> ExitCode {
+        match self {
+            Demonstrated::Sums(outcome, _) => outcome.judge(),
+            Demonstrated::Agent(outcome, _) => outcome.judge(),
+        }
+    }
+}
+
 async fn demonstrate(
     args: &DemoArgs,
     data_dir: &Path,
     server: SocketAddr,
     begun: Instant,
-) -> Result<(Outcome, ExampleService), DemoError> {
+) -> Result<Demonstrated, DemoError> {
     let client = Client::builder(&format!("http://{server}")).no_proxy().build()?;
+    if args.agent {
+        let (outcome, calculator) = agent::demonstrate(&client, args, data_dir, begun).await?;
+        return Ok(Demonstrated::Agent(Box::new(outcome), calculator));
+    }
+    let (outcome, service) = demonstrate_sums(&client, args, data_dir, begun).await?;
+    Ok(Demonstrated::Sums(outcome, service))
+}
+
+/// Runs the demo over HTTP, as a user would: registers the model, uploads the data, submits the job, follows
+/// it, fetches the results. The reward service is returned too, because a verdict on the job needs it.
+async fn demonstrate_sums(
+    client: &Client,
+    args: &DemoArgs,
+    data_dir: &Path,
+    begun: Instant,
+) -> Result<(Outcome, ExampleService), DemoError> {
     let model_dir = data_dir.join("tiny");
     bundle::unpack_model(&model_dir).map_err(system(format!("write the bundled model to {}", model_dir.display())))?;
     let secret = Key::generate().map_err(system("generate a secret"))?;
@@ -141,22 +177,27 @@ async fn demonstrate(
     println!("model     {MODEL}, {num_parameters} parameters, in {}", model_dir.display());
     println!("dataset   {} prompts, {} held out", train.num_rows, held_out.num_rows);
     println!("reward    {} (contract v1, signed)", service.url());
+    follow(client, id, steps).await?;
+    let outcome = Outcome::read(client, id, steps, data_dir).await?;
+    outcome.print(client.server(), begun.elapsed());
+    Ok((outcome, service))
+}
+
+/// Prints how to find the job, and shows its progress until it has succeeded.
+async fn follow(client: &Client, id: JobId, steps: u64) -> Result<(), DemoError> {
     println!("job       {}/jobs/{id}", client.server());
     println!("          rlood submit job.yaml --server {} submits one of your own", client.server());
     println!("          rlood watch {id} --server {} follows it, as here\n", client.server());
-
     let progress = Progress::new(steps, std::io::stdout().is_terminal() && std::io::stderr().is_terminal());
-    let job = progress.follow(&client, id).await?;
-    if job.state != State::Succeeded {
-        let (code, message, suggestion) = job.failure.map_or_else(Default::default, |failure| {
-            (failure.code, failure.message, failure.suggestion.unwrap_or_default())
-        });
-        let state = job.state.as_str();
-        return Err(DemoError::Job(format!("the job is {state}: {code} {message} {suggestion}")));
+    let job = progress.follow(client, id).await?;
+    if job.state == State::Succeeded {
+        return Ok(());
     }
-    let outcome = Outcome::read(&client, id, steps, data_dir).await?;
-    outcome.print(client.server(), begun.elapsed());
-    Ok((outcome, service))
+    let (code, message, suggestion) = job.failure.map_or_else(Default::default, |failure| {
+        (failure.code, failure.message, failure.suggestion.unwrap_or_default())
+    });
+    let state = job.state.as_str();
+    Err(DemoError::Job(format!("the job is {state}: {code} {message} {suggestion}")))
 }
 
 /// Builds the job as a user would write it.

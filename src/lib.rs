@@ -7,7 +7,7 @@
 //! | [`command_line`] | parses the command line, runs a role |
 //! | [`serve`] [`supervisor`] [`webhook_sender`] [`http`] [`demo`] [`commands`] [`reward_server`] | servers, subcommands; dependencies: `tests/it/layering.rs` |
 //! | [`downloads`] | downloads of models and datasets from a hub |
-//! | [`listen`] [`bundle`] [`config`] | the accept loop of a server; the bundled model; the command line |
+//! | [`listen`] [`bundle`] [`config`] | the accept loop of a server; the bundled models; the command line |
 //! | `rlood-cli` | the commands that talk to a server, over the public API alone |
 //! | `rlood-client` | a typed client of the public API; independent of the server |
 //! | `rlood-worker`: [`worker`] [`preflight`](rlood_worker::preflight) [`serving`](rlood_worker::serving) [`judge`] [`exporter`] [`reward_model`] | the processes that compute |

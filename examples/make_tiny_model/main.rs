@@ -112,10 +112,10 @@ fn write_json(path: &Path, value: &Value) -> Result<(), Failure> {
     Ok(fs::write(path, serde_json::to_string_pretty(value)? + "\n")?)
 }
 
-/// SHA256SUMS, as `sha256sum -c` reads it.
+/// SHA256SUMS of all bundled files, as `sha256sum -c` reads it. scripts/make_agent_model.py makes those of the agent.
 fn write_sums(out: &Path) -> Result<(), Failure> {
     let mut lines = Vec::new();
-    for dir in ["tiny", "tiny-data"] {
+    for dir in ["agent", "agent-data", "tiny", "tiny-data"].into_iter().filter(|dir| out.join(dir).is_dir()) {
         for entry in fs::read_dir(out.join(dir))? {
             let path = entry?.path();
             let digest: String = Sha256::digest(fs::read(&path)?).iter().map(|byte| format!("{byte:02x}")).collect();

@@ -74,12 +74,8 @@ struct Sample {
 }
 
 async fn score(State(key): State<Arc<Key>>, headers: HeaderMap, body: Bytes) -> Response {
-    // The signature covers the received bytes, so it is verified before parsing.
-    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or("");
-    let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let (id, timestamp, signatures) = (header("webhook-id"), header("webhook-timestamp"), header("webhook-signature"));
-    if let Err(why) = key.verify(id, timestamp, signatures, &body, now_s) {
-        return (StatusCode::UNAUTHORIZED, why.to_string()).into_response();
+    if let Some(refusal) = refusal(&key, &headers, &body) {
+        return refusal;
     }
     match serde_json::from_slice(&body) {
         Err(why) => (StatusCode::BAD_REQUEST, why.to_string()).into_response(),
@@ -89,6 +85,16 @@ async fn score(State(key): State<Arc<Key>>, headers: HeaderMap, body: Bytes) -> 
             json_response(&json!({"version": "1", "id": id, "results": results}))
         }
     }
+}
+
+/// Returns the answer to a request whose signature is not valid; `None` if the signature is valid. The signature covers the received
+/// bytes, so it is verified before parsing.
+pub(super) fn refusal(key: &Key, headers: &HeaderMap, body: &[u8]) -> Option<Response> {
+    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or("");
+    let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let (id, timestamp, signatures) = (header("webhook-id"), header("webhook-timestamp"), header("webhook-signature"));
+    let why = key.verify(id, timestamp, signatures, body, now_s).err()?;
+    Some((StatusCode::UNAUTHORIZED, why.to_string()).into_response())
 }
 
 fn mark(sample: &Sample) -> Value {
@@ -104,6 +110,6 @@ fn mark(sample: &Sample) -> Value {
     json!({"sample_id": sample.sample_id, "reward": reward})
 }
 
-fn json_response(value: &Value) -> Response {
+pub(super) fn json_response(value: &Value) -> Response {
     axum::Json(value).into_response()
 }
