@@ -47,6 +47,8 @@ struct Inner {
     /// The number of the turn whose answer is lost; 0 = none.
     kill_at: u64,
     turns: AtomicU64,
+    /// Number of requests to begin an episode again.
+    restarted: AtomicU64,
     /// The answers that the environment gave, by request id.
     answers: Mutex<BTreeMap<String, Vec<Bytes>>>,
 }
@@ -61,6 +63,7 @@ impl Line {
             environment: Mutex::new(environment(folder, keeps_state)),
             kill_at,
             turns: AtomicU64::new(0),
+            restarted: AtomicU64::new(0),
             answers: Mutex::default(),
         }));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -87,6 +90,9 @@ impl Line {
         if status == 200 && request["type"] != "env.ping" {
             let id = request["id"].as_str().unwrap().to_owned();
             self.0.answers.lock().unwrap().entry(id).or_default().push(answer.clone());
+        }
+        if request["type"] == "env.reset.request" && request["episode"]["attempt"] != 0 {
+            self.0.restarted.fetch_add(1, Ordering::SeqCst);
         }
         if request["type"] == "env.step.request" && self.0.turns.fetch_add(1, Ordering::SeqCst) + 1 == self.0.kill_at {
             let line = self.clone();
@@ -182,6 +188,7 @@ async fn a_killed_environment_changes_nothing_with_its_state_and_is_counted_with
     assert_eq!(killed.executed(), turns, "a turn was taken twice, or not at all");
     assert_eq!((restarts(&metrics), warnings(&events)), (0.0, 0));
     let answers = killed.0.answers.lock().unwrap().clone();
+    assert_eq!(killed.0.restarted.load(Ordering::SeqCst), 0);
     assert!(answers.values().any(|answers| answers.len() == 2), "the lost answer was asked for again");
     assert!(answers.values().all(|answers| answers.iter().all(|answer| *answer == answers[0])), "the same bytes");
 
@@ -190,8 +197,9 @@ async fn a_killed_environment_changes_nothing_with_its_state_and_is_counted_with
     let counted = restarts(&metrics);
     assert!(counted >= 1.0 && warnings(&events) >= 1, "{counted} restarts, {} warnings", warnings(&events));
     let said = events.iter().find(|event| event.to_string().contains("environment_restarted")).unwrap().to_string();
-    assert!(said.contains("is not that of a run without the loss"), "{said}");
-    assert!(adapter != expected, "an episode was begun again with other random numbers");
+    assert!(said.contains("not guaranteed to be those of a run without the loss"), "{said}");
+    // The episode was begun again as another attempt. The adapter may differ, and with a model this sure of itself it need not.
+    assert!(forgetful.0.restarted.load(Ordering::SeqCst) >= 1 && !adapter.is_empty());
     assert!(!forgetful.executed().is_empty());
     // The rewards are those that the environment gave: none is invented for the episodes that it forgot.
     for row in metrics.iter().filter(|row| !row["environment/return_mean"].is_null()) {

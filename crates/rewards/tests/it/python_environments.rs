@@ -250,6 +250,32 @@ async fn classes_of_trl_run_unchanged() {
 }
 
 #[tokio::test]
+async fn listed_methods_are_carried_out_and_other_calls_go_to_step() {
+    let Some(server) = started(&settings("games.py", &["Toolbox", "Raw"], None)) else { return };
+    let begun = good(&server, "Toolbox", &reset("ep_a", json!({}))).await;
+    assert_eq!(begun["tools"][0]["function"]["name"], "look");
+    assert_eq!(begun["tools"][0]["function"]["parameters"]["required"], json!(["at"]), "without self");
+    let look = |at: &str| ("look", json!({ "at": at }));
+    let looked = good(&server, "Toolbox", &calls("ep_a", 0, &[look("here"), look("nowhere")])).await;
+    let contents: Vec<&Value> =
+        looked["messages"].as_array().unwrap().iter().map(|message| &message["content"]).collect();
+    assert_eq!(contents, ["dark", "{'error': 'there is no such place'}"]);
+    assert_eq!((&looked["reward"], &looked["done"]), (&Value::Null, &json!(false)));
+    let over = good(&server, "Toolbox", &step("ep_a", 1, "I am done.")).await;
+    assert_eq!((&over["messages"][0]["content"], &over["reward"]), (&json!("seen: ['here']"), &json!(1.0)));
+    // In the last turn the calls are carried out too, and step pays.
+    good(&server, "Toolbox", &reset("ep_b", json!({}))).await;
+    let mut last = calls("ep_b", 0, &[look("there")]);
+    last["final"] = json!(true);
+    let last = good(&server, "Toolbox", &last).await;
+    assert_eq!((&last["messages"][0]["content"], &last["reward"]), (&json!("dark"), &json!(1.0)));
+
+    good(&server, "Raw", &reset("ep_a", json!({}))).await;
+    let raw = good(&server, "Raw", &calls("ep_a", 0, &[("raw", json!({"a": 1}))])).await;
+    assert_eq!(raw["messages"], json!([{"role": "tool", "content": "{\"a\":1}", "tool_call_id": "call_0_0"}]));
+}
+
+#[tokio::test]
 async fn what_a_class_returns_is_checked() {
     let Some(server) = started(&settings("games.py", &["Odd"], None)) else { return };
     for (column, part) in [("list", "messages[0] must have a role (system or user)"), ("number", "reset returned 3")] {
@@ -351,7 +377,7 @@ async fn an_idle_episode_is_forgotten_and_comes_back_from_disk() {
 #[test]
 fn what_cannot_be_served_is_named() {
     for (class, code, part) in [
-        ("Chess", "class_not_found", "its classes are: Guess, Clock, Odd, Nothing, Untyped, Broken"),
+        ("Chess", "class_not_found", "its classes are: Guess, Clock, Odd, Toolbox, Raw, Nothing, Untyped, Broken"),
         ("time", "class_not_found", "'time' of games.py is no class, but module"),
         ("Nothing", "class_not_usable", "neither a method step(message)"),
         ("Untyped", "tool_not_usable", "argument 'where' of tool 'look' has no type hint"),

@@ -15,7 +15,7 @@ pub(super) fn forgotten_episodes(id: RolloutId, calls: &[EpisodeCall], replies: 
     let first = rows.first()?;
     let message = format!(
         "the environment has forgotten {} episodes of step {} (the first: row {first}): each begins again up to environment.max_restarts times, \
-         then it has no reward. The result of this run is not that of a run without the loss: let the environment keep its episodes on disk \
+         then it has no reward. The bytes of this run are not guaranteed to be those of a run without the loss: let the environment keep its episodes on disk \
          (rlood env serve --state DIR)",
         rows.len(),
         id.step
