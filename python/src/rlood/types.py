@@ -276,6 +276,11 @@ Rule = Literal[
     "slow_reward",
     "non_finite",
     "rollout_mismatch",
+    "invalid_calls",
+    "mostly_context",
+    "episodes_at_limits",
+    "no_tool_calls",
+    "forgotten_episodes",
     "many_restarts",
 ]
 
@@ -434,7 +439,28 @@ OnParseError = Literal["reply", "end"]
 
 EpisodeReturn = Literal["sum", "last"]
 
-EnvironmentKind = Literal["http"]
+
+class ToolPlan1(TypedDict):
+    """Tools of an MCP server, over streamable HTTP."""
+
+    allow: List[str]
+    name: str
+    url: str
+    type: Literal["mcp"]
+
+
+class ToolPlan2(TypedDict):
+    """One tool behind one address, in the form of OpenAI's and Azure's agent fine-tuning."""
+
+    description: str
+    name: str
+    parameters: Dict[str, Any]
+    server_url: str
+    type: Literal["http"]
+
+ToolPlan = Union[ToolPlan1, ToolPlan2]
+
+EnvironmentKind = Literal["http", "tools", "openenv"]
 
 _EnvironmentPlanRequiredFields = TypedDict("_EnvironmentPlanRequiredFields", {"deadline_ms": "int", "max_batch_bytes": "int", "max_batch_samples": "int", "max_concurrency": "int", "max_invalid_tries": "int", "max_outage_s": "int", "max_tries": "int", "on_invalid": "OnInvalid", "timeout_ms": "int", "url": "str", "max_episode_tokens": "int", "max_observation_tokens": "int", "max_parse_errors": "int", "max_restarts": "int", "max_turns": "int", "name": "str", "on_parse_error": "OnParseError", "return": "EpisodeReturn", "tool_parser": "str", "type": "EnvironmentKind"}, total=True)
 
@@ -444,12 +470,14 @@ class _EnvironmentPlanRequired(_EnvironmentPlanRequiredFields):
 
 
 class EnvironmentPlan(_EnvironmentPlanRequired, total=False):
-    """The environment that a job's episodes are played with."""
+    """The environment that a job's episodes are played with: a server, or the job's tools."""
 
     cache: bool
     max_invalid_fraction: float
     min_valid_per_group: int
+    max_open_episodes: Optional[int]
     params: Dict[str, Any]
+    tools: List[ToolPlan]
 
 RewardPlan = Dict[str, Any]
 
@@ -540,7 +568,16 @@ class ResourcesPlan(TypedDict):
 
 Combine = Literal["renormalize", "nansum"]
 
-Estimator = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "remax", "reinforce"]
+Estimator = Literal[
+    "rloo",
+    "grpo",
+    "dr_grpo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "reinforce",
+    "rloo_turns",
+]
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -890,9 +927,14 @@ class JobSpecDoctorRules(TypedDict, total=False):
     cold_start: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     empty_output: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     entropy_collapse: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    episodes_at_limits: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    forgotten_episodes: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     high_variance: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    invalid_calls: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     kl_explosion: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     length_explosion: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    mostly_context: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    no_tool_calls: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     non_finite: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     nothing_to_learn: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
     reward_collapse: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
@@ -916,11 +958,11 @@ class JobSpecEarlyStopping(TypedDict, total=False):
     min_delta: float
     patience: int
 
-JobSpecEnvironmentFields = TypedDict("JobSpecEnvironmentFields", {"deadline_ms": "int", "headers": "Dict[str, str]", "max_concurrency": "int", "max_episode_tokens": "int", "max_invalid_tries": "int", "max_observation_tokens": "int", "max_outage_s": "int", "max_parse_errors": "int", "max_restarts": "int", "max_tries": "int", "max_turns": "int", "name": "str", "on_parse_error": "OnParseError", "params": "Dict[str, Any]", "previous_secret": "str", "return": "EpisodeReturn", "secret": "str", "timeout_ms": "int", "tool_parser": "str", "type": "Literal[\"http\"]", "url": "str"}, total=False)
+JobSpecEnvironmentFields = TypedDict("JobSpecEnvironmentFields", {"deadline_ms": "int", "headers": "Dict[str, str]", "max_concurrency": "int", "max_episode_tokens": "int", "max_invalid_tries": "int", "max_observation_tokens": "int", "max_open_episodes": "int", "max_outage_s": "int", "max_parse_errors": "int", "max_restarts": "int", "max_tries": "int", "max_turns": "int", "name": "str", "on_parse_error": "OnParseError", "params": "Dict[str, Any]", "previous_secret": "str", "return": "EpisodeReturn", "secret": "str", "timeout_ms": "int", "tool_parser": "str", "type": "Literal[\"http\", \"openenv\", \"tools\"]", "url": "str"}, total=False)
 
 
 class JobSpecEnvironment(JobSpecEnvironmentFields, total=False):
-    """A server that plays episodes of several turns with the model."""
+    """A server that plays episodes of several turns with the model, or the limits of a job with `tools`."""
 
     pass
 
@@ -1795,6 +1837,33 @@ class JobSpecRuntime1(TypedDict, total=False):
     zero_stage: Optional[int]
 
 
+class _McpToolsSpecRequired(TypedDict):
+    allow: List[str]
+    type: Literal["mcp"]
+    url: str
+
+
+class McpToolsSpec(_McpToolsSpecRequired, total=False):
+    """Tools of an MCP server."""
+
+    headers: Dict[str, str]
+    name: str
+
+
+class _HttpToolSpecRequired(TypedDict):
+    name: str
+    server_url: str
+    type: Literal["http"]
+
+
+class HttpToolSpec(_HttpToolSpecRequired, total=False):
+    """A tool behind one address."""
+
+    description: str
+    headers: Dict[str, str]
+    parameters: Dict[str, Any]
+
+
 class JobSpecTraining(TypedDict, total=False):
     """Batches, length, seed."""
 
@@ -1878,6 +1947,7 @@ class JobSpec(_JobSpecRequired, total=False):
     rollout: JobSpecRollout
     runtime: Union[JobSpecRuntime1, Literal["own", "trl", "auto"]]
     sampling: GenerationRequestSampling
+    tools: List[Union[McpToolsSpec, HttpToolSpec]]
     training: JobSpecTraining
     warm_start: JobSpecWarmStart
     warm_up: JobSpecWarmUp
@@ -2011,6 +2081,39 @@ class PushRequest(_PushRequestRequired, total=False):
     revision: Optional[str]
     with_samples: bool
 
+EpisodeStop = Literal["env_done", "no_call", "max_turns", "max_tokens", "length", "parse_error", "failed"]
+
+
+class _SampleTurnRequired(TypedDict):
+    num_tokens: int
+    text: str
+
+
+class SampleTurn(_SampleTurnRequired, total=False):
+    """A turn of an episode in a sample."""
+
+    metrics: Dict[str, float]
+    observation_tokens: int
+    observations: List[Dict[str, Any]]
+    observations_cut: int
+    parse_error: Optional[str]
+    reward: Optional[float]
+    tool_calls: List[Dict[str, Any]]
+    latency_ms: Optional[int]
+
+
+class _SampleEpisodeRequired(TypedDict):
+    stop: EpisodeStop
+    turns: List[SampleTurn]
+
+SampleEpisodeFields = TypedDict("SampleEpisodeFields", {"opening": "List[Dict[str, Any]]", "restarts": "int", "return": "Optional[float]"}, total=False)
+
+
+class SampleEpisode(SampleEpisodeFields, total=False):
+    """An episode in a sample."""
+
+    pass
+
 SamplePhase = Literal["train", "eval"]
 
 
@@ -2030,6 +2133,7 @@ class Sample(_SampleRequired, total=False):
     """One completion with its rewards and its advantage."""
 
     advantage: Optional[float]
+    episode: Optional[SampleEpisode]
     kl: Optional[float]
     reward: Optional[float]
 
