@@ -373,6 +373,4 @@ async fn a_job_plays_with_openenv_for_one_episode_and_says_what_a_kill_has_lost(
     assert!(restarts >= 1.0, "an episode was under way at one of the kills: {metrics:?}");
     let finished: f64 = metrics.iter().filter_map(|row| row["environment/stop/env_done"].as_f64()).fold(0.0, f64::max);
     assert!(finished > 0.0 && metrics.iter().any(|row| row["environment/return_mean"] == 1.0), "{metrics:?}");
-    let events = server.get(&format!("/jobs/{job}/events?limit=1000")).await;
-    assert!(events.to_string().contains("environment_lost"), "{events}");
 }
