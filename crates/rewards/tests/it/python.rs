@@ -159,6 +159,19 @@ async fn functions_in_the_shapes_of_trl_s_documentation_run_unchanged() {
 }
 
 #[tokio::test]
+async fn functions_see_the_turns_of_episodes() {
+    let Some(server) = started(&settings("turn_functions.py", &["count_turns", "has_turns"])) else { return };
+    let turn = json!({"text": "4", "num_tokens": 1});
+    let episode = json!({"turns": [turn, turn], "return": null, "stop": "no_call"});
+    let messages = json!([{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]);
+    let played =
+        RewardSample { messages: Some(messages), episode: Some(serde_json::from_value(episode).unwrap()), ..chat("4") };
+    assert_eq!(values(&server, "count_turns", &[played.clone(), played.clone()]).await, numbers(&[2.2, 2.2]));
+    assert_eq!(values(&server, "has_turns", &[played]).await, numbers(&[1.0]));
+    assert_eq!(values(&server, "has_turns", &[chat("4")]).await, numbers(&[0.0]));
+}
+
+#[tokio::test]
 async fn what_goes_wrong_is_the_error_of_its_samples_and_never_a_zero() {
     let functions = [
         "one_fails",

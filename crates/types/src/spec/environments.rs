@@ -5,7 +5,6 @@ use serde_json::{Value, json};
 use super::facts::Context;
 use super::foreign::advice;
 use super::reader::{Errors, FieldError, Reader};
-use super::resolve::Warning;
 use super::rewards::{read_secrets, read_url};
 use super::runtime_spec::RuntimeChoice;
 use super::settings::{ENVIRONMENT, Values};
@@ -268,18 +267,14 @@ pub(super) fn check(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErr
 /// log-ratios passes ±0.2 after a single step.
 const LONG_EPISODE: u64 = 2000;
 
-/// Returns warnings about settings that are legal but probably not intended.
-pub(super) fn warnings(spec: &JobSpec, plan: &Plan, context: &Context) -> Vec<Warning> {
-    let Some(environment) = &plan.environment else { return Vec::new() };
-    let mut warnings = Vec::new();
-    let mut warn = |pointer: &str, code: &str, detail: String| {
-        warnings.push(Warning { pointer: pointer.to_owned(), code: code.to_owned(), detail });
-    };
+/// Warns about settings that are legal but probably not intended: calls `warn` with a pointer, a code and the detail.
+pub(super) fn warn(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut impl FnMut(String, &str, String)) {
+    let Some(environment) = &plan.environment else { return };
     let is_own_contract = environment.kind == EnvironmentKind::Http;
     if is_own_contract && spec.secrets.get(ENVIRONMENT_SECRET).is_none_or(|secrets| secrets.secret.is_none()) {
         let detail =
             "requests are not signed, so the environment cannot tell them from forged ones: give a whsec_… secret";
-        warn("/environment/secret", "unsigned_webhook", detail.to_owned());
+        warn("/environment/secret".to_owned(), "unsigned_webhook", detail.to_owned());
     }
     let thinks = plan.sampling.chat_template_kwargs.get("enable_thinking") != Some(&Value::Bool(false));
     if thinks
@@ -287,7 +282,7 @@ pub(super) fn warnings(spec: &JobSpec, plan: &Plan, context: &Context) -> Vec<Wa
         && context.model.as_ref().is_some_and(|model| model.removes_reasoning)
     {
         let detail = "the model's chat template removes the reasoning of earlier turns when a message of a user follows, but an episode keeps what was sampled: the model is trained on histories that it will not see when served. Answer tool calls with messages of role tool, which keep the reasoning, or set enable_thinking to false";
-        warn("/sampling/chat_template_kwargs", "reasoning_kept_in_training", detail.to_owned());
+        warn("/sampling/chat_template_kwargs".to_owned(), "reasoning_kept_in_training", detail.to_owned());
     }
     let turns = u64::from(environment.max_turns) * u64::from(plan.sampling.max_completion_length);
     let longest = turns.min(u64::from(environment.max_episode_tokens));
@@ -296,9 +291,8 @@ pub(super) fn warnings(spec: &JobSpec, plan: &Plan, context: &Context) -> Vec<Wa
         let detail = format!(
             "an episode may have {longest} tokens of the model, and a block is used for several steps: the ratio of so many tokens leaves the clip range at once, and then teaches nothing. Use loss 'token_mean' or 'gspo', or one step per block"
         );
-        warn("/rloo/loss", "long_episodes", detail);
+        warn("/rloo/loss".to_owned(), "long_episodes", detail);
     }
-    warnings
 }
 
 /// Checks that the reward of an episode is a sum over its turns, as `rloo_turns` needs it.

@@ -549,8 +549,8 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec
         warn("/dataset".to_owned(), "weights_and_rows", detail);
     }
     warn_of_evaluation(spec, plan, context, &mut warn);
+    environments::warn(spec, plan, context, &mut warn);
     warnings.extend(rloo::warnings(plan));
-    warnings.extend(environments::warnings(spec, plan, context));
     warnings
 }
 
