@@ -42,6 +42,7 @@ fn every_message_is_in_the_document_and_no_other() {
     let told: BTreeSet<&str> = document["webhooks"].as_object().unwrap().keys().map(String::as_str).collect();
     let mut sent: BTreeSet<&str> = MessageType::ALL.iter().map(|kind| kind.as_str()).collect();
     sent.extend([TEST_TYPE, "reward.score.request", "reward.ping"]);
+    sent.extend(["env.ping", "env.reset.request", "env.step.request", "env.close.request"]);
     assert_eq!(told, sent);
 }
 

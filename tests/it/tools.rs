@@ -273,7 +273,12 @@ async fn a_job_with_tools_is_exact_and_a_kill_between_a_call_and_its_answer_chan
     tools.0.is_forgetful.store(true, Ordering::SeqCst);
     assert!(outcome(&server, &job).await == expected, "another result after a kill");
     assert_eq!(tools.0.victim.load(Ordering::SeqCst), 0, "the worker was killed");
-    assert_eq!(tools.repeated(), 1, "the call whose answer was lost is repeated with the same id, and no other");
+    // A turn of the rollout may have a call in flight for each of its six episodes.
+    let repeated = tools.repeated();
+    assert!(
+        (1..=6).contains(&repeated),
+        "only calls whose answers were lost are repeated, with the same ids: {repeated}"
+    );
     tools.assert_no_flaw();
 }
 
@@ -338,7 +343,7 @@ async fn a_job_plays_with_openenv_for_one_episode_and_says_what_a_kill_has_lost(
         println!("skipped: RLOOD_OPENENV_PYTHON names no Python that has the package openenv");
         return;
     };
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/rewards/tests/it/openenv_server.py");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/peers/openenv_server.py");
     let mut command = std::process::Command::new(python);
     let mut child = command.args([script, "text", "1"]).stdout(std::process::Stdio::piped()).spawn().unwrap();
     let mut lines = std::io::BufReader::new(child.stdout.take().unwrap()).lines();

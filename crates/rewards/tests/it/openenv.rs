@@ -297,9 +297,10 @@ fn real(kind: &str, capacity: usize) -> Option<(Real, String)> {
         println!("skipped: RLOOD_OPENENV_PYTHON names no Python that has the package openenv");
         return None;
     };
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/openenv_server.py");
+    let script = rlood_test_support::fixture("peers/openenv_server.py");
     let mut child = Command::new(python)
-        .args([script, kind, &capacity.to_string()])
+        .arg(script)
+        .args([kind, &capacity.to_string()])
         .stdout(Stdio::piped())
         .spawn()
         .expect("the Python of RLOOD_OPENENV_PYTHON starts");

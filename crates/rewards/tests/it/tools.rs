@@ -410,7 +410,7 @@ async fn a_server_of_the_real_package_lists_its_tools_and_answers_their_calls() 
         println!("skipped: RLOOD_MCP_PYTHON names no Python that has the package fastmcp");
         return;
     };
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/fastmcp_server.py");
+    let script = rlood_test_support::fixture("peers/fastmcp_server.py");
     let mut child = std::process::Command::new(python)
         .arg(script)
         .stdout(std::process::Stdio::piped())
