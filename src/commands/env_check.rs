@@ -25,7 +25,7 @@ use crate::spec::{EnvironmentPlan, read_single_environment};
 /// Limits of the episodes that the check plays.
 const MAX_TURNS: u32 = 8;
 const MAX_TOKENS: u32 = 4096;
-/// What the model says in the check's turns, if nothing else is tested.
+/// The text of the model in the check's turns, if nothing else is tested.
 const PLAIN: &str = "I do not know.";
 
 /// `rlood env check`: returns 0 if there are no failures, otherwise 1.

@@ -119,7 +119,7 @@ impl Check {
         Report::new("reward", self.wire.shown_url(), self.findings.list, self.ping, &self.latencies)
     }
 
-    /// Records a finding.
+    /// Records one finding of the check.
     fn find(&mut self, check: &'static str, outcome: Outcome, detail: impl Into<String>, fix: &str) {
         self.findings.add(check, outcome, detail.into(), fix);
     }

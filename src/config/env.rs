@@ -48,8 +48,8 @@ pub struct EnvServeArgs {
     #[arg(long, env = "RLOOD_ENV_STATE", value_name = "DIR")]
     pub state: Option<PathBuf>,
 
-    /// Time in seconds without a request after which an episode is forgotten. With --state it comes back with its next request, for
-    /// seven days.
+    /// Time in seconds without a request after which an episode is forgotten. With --state it comes back with its next
+    /// request, for seven days.
     #[arg(long, default_value_t = 900.0, value_name = "SECONDS", value_parser = parse_seconds)]
     pub forget_after: f64,
 

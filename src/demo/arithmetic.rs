@@ -6,8 +6,8 @@ const MAX_DEPTH: usize = 64;
 /// Evaluates an expression of whole numbers with `+ - * /` and parentheses. White space is ignored.
 ///
 /// # Errors
-/// Fails, with a text for the model, if the expression is malformed, too deep, divides without an exact result, or leaves the range of
-/// 128-bit numbers.
+/// Fails, with a text for the model, if the expression is malformed, too deep, divides without an exact result, or leaves the
+/// range of 128-bit numbers.
 pub fn evaluate(expression: &str) -> Result<i128, String> {
     let characters: Vec<char> = expression.chars().filter(|character| !character.is_whitespace()).collect();
     let mut reader = Reader { rest: &characters };

@@ -72,7 +72,7 @@ struct Table {
 
 /// An episode that has begun.
 struct Play {
-    /// The right answer.
+    /// The right answer to the question.
     answer: String,
     /// Seed of the episode's noise.
     seed: u64,

@@ -27,8 +27,8 @@ const MAX_PROMPT_TOKENS: usize = 64;
 const CONTINUATION_TOKENS: usize = 16;
 /// Maximum number of tokens in one forward pass, so that a certificate needs less memory than a training step.
 const BATCH_TOKENS: usize = 512;
-/// Factors on the adapter's scale for which log-probabilities are recorded. With rsLoRA, so is the factor that makes its scale that
-/// of plain LoRA.
+/// Factors on the adapter's scale for which log-probabilities are recorded. With rsLoRA, so is the factor that makes its
+/// scale that of plain LoRA.
 const FACTORS: [f64; 3] = [0.5, 2.0, 4.0];
 /// Texts that tokenizers treat differently: digits, spaces, letters outside of ASCII, emoji, code.
 const TEXTS: [&str; 6] = [

@@ -288,8 +288,8 @@ pub struct TrainInput<'a> {
     pub eval_rows: Vec<PromptRow>,
     /// The rows of the warm-up; empty if the job has no warm-up, or it is over.
     pub warm_up_rows: Vec<PromptRow>,
-    /// Keys of prompts that only the verdict reads and the warm-up therefore leaves out; empty if the job has no warm-up, or
-    /// it is over.
+    /// Keys of prompts that only the verdict reads and the warm-up therefore leaves out; empty if the job has no
+    /// warm-up, or it is over.
     pub judged_keys: Vec<crate::spec::PromptKey>,
     /// A verified checkpoint to resume from.
     pub resume: Option<PathBuf>,

@@ -20,14 +20,14 @@ use crate::spec::{FourBitPlan, QuantType};
 /// A weight matrix, row-major: its values, or 4-bit codes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Matrix {
-    /// The values.
+    /// The values of the weights.
     Values(Vec<f32>),
-    /// Codes and scales.
+    /// The codes of 4 bits with their scales.
     FourBit(Box<FourBit>),
 }
 
 impl Matrix {
-    /// Number of weights.
+    /// Returns the number of weights.
     pub fn len(&self) -> usize {
         match self {
             Matrix::Values(values) => values.len(),

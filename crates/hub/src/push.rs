@@ -36,7 +36,7 @@ pub enum PushContent {
     File {
         /// Path of the file.
         path: PathBuf,
-        /// Size in bytes.
+        /// Size of the file in bytes.
         size_bytes: u64,
         /// SHA-256 of the bytes.
         sha256: Sha256Digest,

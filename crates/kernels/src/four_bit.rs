@@ -83,7 +83,7 @@ impl Scales {
 pub struct FourBit {
     /// Two codes a byte; the high half is the first of the two.
     pub codes: Vec<u8>,
-    /// Number of codes.
+    /// Number of codes in the matrix.
     pub len: usize,
     /// The values of the 16 codes.
     pub table: [f32; 16],

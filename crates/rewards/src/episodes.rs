@@ -25,7 +25,7 @@ enum Kind {
     Openenv(Box<OpenenvClient>),
 }
 
-/// What an [`EpisodeServer`] uses of its job.
+/// The parts of its job that an [`EpisodeServer`] uses.
 pub(crate) struct EpisodeDeps {
     pub job: JobId,
     /// Records questions and answers.

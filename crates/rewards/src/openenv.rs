@@ -112,8 +112,8 @@ impl OpenenvClient {
     /// Answers questions about episodes, in order.
     ///
     /// # Errors
-    /// Fails if the server is away for longer than the settings allow, has too little room for the job, or nothing can be recorded
-    /// anymore.
+    /// Fails if the server is away for longer than the settings allow, has too little room for the job, or nothing
+    /// can be recorded anymore.
     pub async fn ask(&self, rollout: RolloutId, calls: &[EpisodeCall]) -> Result<Vec<Reply>, RewardFailure> {
         try_join_all(calls.iter().map(|EpisodeCall { episode, ask }| async move {
             let key = (rollout, episode.clone());
@@ -161,7 +161,7 @@ impl OpenenvClient {
         self.sockets().remove(&(rollout, episode.clone()));
     }
 
-    /// Closes all connections.
+    /// Closes the connections of all episodes.
     pub fn close(&self) {
         self.sockets().clear();
     }

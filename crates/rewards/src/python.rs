@@ -102,12 +102,12 @@ pub enum PythonError {
     },
 }
 
-/// What a Python process serves.
+/// The kind of service of a Python process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Service {
-    /// Functions as rewards.
+    /// Functions that score completions as rewards.
     Rewards,
-    /// Classes as environments.
+    /// Classes whose objects are environments of episodes.
     Environments {
         /// Directory that keeps the requests and answers of each episode; `None` keeps them in memory alone.
         state: Option<PathBuf>,
@@ -119,7 +119,7 @@ pub enum Service {
 /// Settings of a Python process that serves reward functions or environments.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// What the process serves.
+    /// The kind of service that the process offers.
     pub service: Service,
     /// Path of the Python program; `None` uses `RLOOD_PYTHON`, else python3 or python.
     pub python: Option<PathBuf>,

@@ -68,7 +68,7 @@ pub(crate) struct Call<'a> {
     arguments: &'a str,
     /// Name of the episode.
     trace: &'a str,
-    /// The dataset row.
+    /// The dataset row of the episode.
     item: &'a Value,
 }
 
@@ -154,7 +154,7 @@ impl ToolsClient {
         .await
     }
 
-    /// Forgets an episode.
+    /// Forgets an episode that is over.
     pub fn close_episode(&self, rollout: RolloutId, episode: &EpisodeId) {
         self.rows().remove(&(rollout, episode.row));
     }

@@ -33,7 +33,7 @@ pub struct AuditRow {
     pub id: i64,
     /// Time of the change, Unix time in milliseconds.
     pub time: i64,
-    /// The recorded change.
+    /// The change that was recorded.
     pub change: NewAudit,
 }
 

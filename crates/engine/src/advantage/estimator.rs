@@ -148,7 +148,7 @@ pub fn rloo_turns(
     turns.iter().zip(token_kl).enumerate().map(row).collect()
 }
 
-/// What an episode earned from each turn to its end. An episode without trained tokens has no KL.
+/// Returns what an episode earned from each turn to its end. An episode without trained tokens has no KL.
 fn turn_returns(reward: f64, turns: &[Turn], token_kl: &[f64], beta: f64) -> Vec<f64> {
     let (mut paid, mut first) = (0.0, 0);
     let from_turn = |turn: &Turn| {

@@ -14,7 +14,7 @@ pub(super) enum ActionForm {
     Text(String),
 }
 
-/// An observation.
+/// An observation as the server sends it.
 #[derive(Debug, PartialEq)]
 pub(super) struct Observation {
     pub observation: Value,

@@ -6,12 +6,12 @@ use serde::Serialize;
 
 use super::PythonError;
 
-/// What targets name, for the messages about targets that are not valid.
+/// The kind of thing that targets name, for the messages about targets that are not valid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wanted {
-    /// What each name is, such as `function`.
+    /// The noun for each name, such as `function`.
     pub noun: &'static str,
-    /// Its plural.
+    /// The plural of that noun.
     pub plural: &'static str,
     /// A target that is valid.
     pub example: &'static str,

@@ -18,7 +18,7 @@ const MAX_PAGES: usize = 64;
 /// JSON-RPC's code for an error inside the server.
 const INTERNAL_ERROR: i64 = -32603;
 
-/// An MCP server.
+/// An MCP server with its session.
 pub(super) struct McpServer {
     pub endpoint: Endpoint,
     pub allow: Vec<String>,
@@ -41,7 +41,7 @@ impl Session {
 
 const ACCEPTED: &str = "application/json, text/event-stream";
 
-/// A JSON-RPC answer.
+/// A JSON-RPC answer of the server.
 enum Answer {
     Result(Value),
     Error { code: i64, message: String },

@@ -263,7 +263,7 @@ async fn listed_methods_are_carried_out_and_other_calls_go_to_step() {
     assert_eq!((&looked["reward"], &looked["done"]), (&Value::Null, &json!(false)));
     let over = good(&server, "Toolbox", &step("ep_a", 1, "I am done.")).await;
     assert_eq!((&over["messages"][0]["content"], &over["reward"]), (&json!("seen: ['here']"), &json!(1.0)));
-    // In the last turn the calls are carried out too, and step pays.
+    // The calls of the last turn are carried out too, and step pays.
     good(&server, "Toolbox", &reset("ep_b", json!({}))).await;
     let mut last = calls("ep_b", 0, &[look("there")]);
     last["final"] = json!(true);

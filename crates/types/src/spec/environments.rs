@@ -90,7 +90,7 @@ fn read_kind(reader: &Reader<'_>, values: &Values, has_tools: bool) -> Environme
         if given == EnvironmentKind::Tools {
             field.fail("required", "give the job's section tools, or choose another type");
         }
-        // With the type `tools` and no tools, nothing else is missing.
+        // Nothing else is missing in an environment of type `tools` without tools.
         return given;
     }
     if !values.is_default("type") && given != EnvironmentKind::Tools {

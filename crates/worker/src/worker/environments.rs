@@ -1,4 +1,4 @@
-//! What a worker says about the environment of a job: forgotten episodes, and an environment that cannot be used.
+//! The events and failures by which a worker reports on the environment of a job: forgotten episodes, and an environment that cannot be used.
 
 use serde_json::json;
 

@@ -120,8 +120,8 @@ pub enum Estimator {
     Remax,
     /// The reward without a baseline.
     Reinforce,
-    /// For episodes of several turns: what a turn and those after it earned, minus the mean of the prompt's other episodes from the
-    /// same turn on.
+    /// The rewards of a turn of an episode and of the turns after it, minus the mean of the same for the prompt's other
+    /// episodes. It needs an environment.
     RlooTurns,
 }
 
