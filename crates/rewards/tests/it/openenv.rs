@@ -365,5 +365,5 @@ async fn the_tools_of_the_real_package_are_listed_and_called() {
     let (messages, _, done) = answer(reply(&server, calls(episode(0), 0, "add", &json!({"a": 2, "b": 3}))).await);
     assert_eq!((messages[0]["role"].as_str(), messages[0]["content"].as_str(), done), (Some("tool"), Some("5"), false));
     let (messages, ..) = answer(reply(&server, calls(episode(0), 1, "add", &json!({"a": "x", "b": 3}))).await);
-    assert!(messages[0]["content"].as_str().unwrap().contains("rror"), "{messages:?}");
+    assert!(messages[0]["content"].as_str().unwrap().to_lowercase().contains("error"), "{messages:?}");
 }
