@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use reqwest::Client;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
+use reqwest::{Client, StatusCode};
 
 use super::cache::Cache;
 use crate::http_client::restricted_client_builder;
@@ -66,13 +66,8 @@ impl RewardClient {
         headers: &BTreeMap<String, String>,
         timeout: Duration,
     ) -> Result<(), String> {
-        let url = self.policy.check_url(url).map_err(|error| error.to_string())?;
-        let request = headers.iter().fold(self.http.get(url), |request, (name, value)| request.header(name, value));
-        match request.timeout(timeout).send().await {
-            Ok(response) if response.status().is_success() => Ok(()),
-            Ok(response) => Err(format!("it answered {}", response.status())),
-            Err(error) => Err(with_causes(&error)),
-        }
+        let status = self.status_of(url, headers, timeout).await?;
+        if status.is_success() { Ok(()) } else { Err(format!("it answered {status}")) }
     }
 
     /// Checks that a GET request to `url` is answered within `timeout` by anything but 408, 429 and 5xx: the service is there, though it
@@ -86,15 +81,22 @@ impl RewardClient {
         headers: &BTreeMap<String, String>,
         timeout: Duration,
     ) -> Result<(), String> {
+        let status = self.status_of(url, headers, timeout).await?;
+        let is_away = matches!(status.as_u16(), 408 | 429 | 500..=599);
+        if is_away { Err(format!("it answered {status}")) } else { Ok(()) }
+    }
+
+    /// Sends a GET request and returns the status of the answer.
+    async fn status_of(
+        &self,
+        url: &str,
+        headers: &BTreeMap<String, String>,
+        timeout: Duration,
+    ) -> Result<StatusCode, String> {
         let url = self.policy.check_url(url).map_err(|error| error.to_string())?;
         let request = headers.iter().fold(self.http.get(url), |request, (name, value)| request.header(name, value));
-        match request.timeout(timeout).send().await {
-            Ok(response) => match response.status().as_u16() {
-                408 | 429 | 500..=599 => Err(format!("it answered {}", response.status())),
-                _ => Ok(()),
-            },
-            Err(error) => Err(with_causes(&error)),
-        }
+        let answer = request.timeout(timeout).send().await;
+        answer.map(|response| response.status()).map_err(|error| with_causes(&error))
     }
 
     /// Returns the factor on waits (see [`Pace`]).

@@ -1,4 +1,6 @@
 //! Episodes of several turns: exactness over all turns, interruptions at every question, and what an environment can get wrong.
+//!
+//! Longer than 500 lines: all tests play with the same host and its journal.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

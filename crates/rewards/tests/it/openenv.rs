@@ -32,7 +32,7 @@ fn plan(url: &str, params: Value) -> EnvironmentPlan {
         "max_observation_tokens": 20, "return": "sum", "tool_parser": "auto", "on_parse_error": "reply",
         "max_parse_errors": 2, "max_restarts": 1, "url": url, "max_concurrency": 16, "max_batch_samples": 1,
         "max_batch_bytes": 1_000_000, "timeout_ms": 10_000, "deadline_ms": 10_000, "max_tries": 3,
-        "max_invalid_tries": 1, "on_invalid": "mask", "max_outage_s": 3
+        "max_invalid_tries": 1, "on_invalid": "mask", "max_outage_s": 30
     }))
     .unwrap()
 }

@@ -1,4 +1,6 @@
 //! The rules, one function each. The table in [`super`] has the sources of their thresholds.
+//!
+//! Longer than 500 lines: every rule is here, in the order of the table.
 
 use super::history::{EARLY, Window};
 use super::{Case, Rule, Symptom, Verdict};
