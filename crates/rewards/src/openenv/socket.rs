@@ -106,6 +106,7 @@ impl From<SendError> for ConnectError {
 
 async fn run(mut stream: WebSocketStream<Upgraded>, mut questions: mpsc::Receiver<Exchange>) {
     let mut waiting: Option<oneshot::Sender<Result<String, String>>> = None;
+    let mut is_first = true;
     let mut pings = tokio::time::interval_at(tokio::time::Instant::now() + PING_INTERVAL, PING_INTERVAL);
     loop {
         tokio::select! {
@@ -118,35 +119,57 @@ async fn run(mut stream: WebSocketStream<Upgraded>, mut questions: mpsc::Receive
                     let _ = tokio::time::timeout(CLOSE_TIMEOUT, close).await;
                     return;
                 };
-                waiting = Some(answer);
+                is_first = false;
                 if let Err(error) = stream.send(Message::text(text)).await {
-                    return fail(waiting, &error.to_string());
+                    return answer_with(Some(answer), last_text(&mut stream).await.ok_or_else(|| broken(&error)));
                 }
+                waiting = Some(answer);
             }
             message = stream.next() => match message {
-                Some(Ok(Message::Text(text))) => {
-                    // A text that nobody has asked for is a protocol error of the server: later answers would be shifted.
-                    let Some(answer) = waiting.take() else { return };
-                    if answer.send(Ok(text.to_string())).is_err() {
-                        return;
+                Some(Ok(Message::Text(text))) => match waiting.take() {
+                    Some(answer) => {
+                        if answer.send(Ok(text.to_string())).is_err() {
+                            return;
+                        }
                     }
-                }
+                    // A full server says so as soon as the connection is open, and closes it: the first question gets this answer.
+                    None if is_first => {
+                        let first = questions.recv().await.map(|(_, answer)| answer);
+                        return answer_with(first, Ok(text.to_string()));
+                    }
+                    // A text that nobody has asked for is a protocol error of the server: later answers would be shifted.
+                    None => return,
+                },
                 Some(Ok(Message::Ping(_) | Message::Pong(_) | Message::Frame(_))) => {}
                 Some(Ok(Message::Binary(_) | Message::Close(_))) | None => return,
-                Some(Err(error)) => return fail(waiting, &error.to_string()),
+                Some(Err(error)) => return answer_with(waiting, Err(broken(&error))),
             },
             _ = pings.tick() => {
                 if let Err(error) = stream.send(Message::Ping(Default::default())).await {
-                    return fail(waiting, &error.to_string());
+                    return answer_with(waiting, Err(broken(&error)));
                 }
             }
         }
     }
 }
 
-fn fail(waiting: Option<oneshot::Sender<Result<String, String>>>, why: &str) {
-    if let Some(answer) = waiting {
+/// Returns what the server said before it closed the connection, if it can still be read.
+async fn last_text(stream: &mut WebSocketStream<Upgraded>) -> Option<String> {
+    while let Some(Ok(message)) = stream.next().await {
+        if let Message::Text(text) = message {
+            return Some(text.to_string());
+        }
+    }
+    None
+}
+
+fn broken(error: &tokio_tungstenite::tungstenite::Error) -> String {
+    format!("the connection broke: {error}")
+}
+
+fn answer_with(waiting: Option<oneshot::Sender<Result<String, String>>>, answer: Result<String, String>) {
+    if let Some(waiting) = waiting {
         // The caller may have stopped waiting.
-        let _ = answer.send(Err(format!("the connection broke: {why}")));
+        let _ = waiting.send(answer);
     }
 }

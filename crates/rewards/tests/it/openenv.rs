@@ -20,9 +20,10 @@ use rlood_types::outgoing::OutgoingPolicy;
 use rlood_types::rollout::RolloutId;
 use rlood_types::spec::EnvironmentPlan;
 use serde_json::{Value, json};
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_tungstenite::tungstenite::Message;
+use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 
 use crate::journal::Book;
 
@@ -139,14 +140,12 @@ async fn serve(counting: Counting, mut stream: TcpStream) {
         return;
     }
     let state = &counting.0;
-    let mut socket = tokio_tungstenite::accept_async(stream).await.unwrap();
     if state.open.fetch_add(1, Ordering::SeqCst) >= state.capacity {
-        let full = json!({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED", "max_sessions": state.capacity}});
-        let _ = socket.send(Message::text(full.to_string())).await;
-        let _ = socket.close(None).await;
+        refuse(&mut stream, state.capacity).await;
         state.open.fetch_sub(1, Ordering::SeqCst);
         return;
     }
+    let mut socket = tokio_tungstenite::accept_async(stream).await.unwrap();
     let mut turn = 0;
     while let Some(Ok(message)) = socket.next().await {
         let Message::Text(text) = message else { continue };
@@ -176,6 +175,28 @@ async fn serve(counting: Counting, mut stream: TcpStream) {
         socket.send(Message::text(json!({"type": "observation", "data": data}).to_string())).await.unwrap();
     }
     state.open.fetch_sub(1, Ordering::SeqCst);
+}
+
+/// Accepts a WebSocket, says that there is no room, and closes it, all in one packet: the client has the answer before it asks.
+async fn refuse(stream: &mut TcpStream, capacity: usize) {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await.unwrap());
+    }
+    let head = String::from_utf8(head).unwrap();
+    let key = head.lines().find_map(|line| line.strip_prefix("sec-websocket-key: ")).expect("a key");
+    let accept = derive_accept_key(key.as_bytes());
+    let full =
+        json!({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED", "max_sessions": capacity}});
+    let full = full.to_string();
+    let mut bytes = format!(
+        "HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-accept: {accept}\r\n\r\n"
+    )
+    .into_bytes();
+    bytes.extend([0x81, u8::try_from(full.len()).ok().filter(|len| *len < 126).expect("a short frame")]);
+    bytes.extend(full.as_bytes());
+    bytes.extend([0x88, 2, 0x03, 0xe8]);
+    stream.write_all(&bytes).await.unwrap();
 }
 
 #[tokio::test]
