@@ -6,6 +6,7 @@ mod rejections;
 mod turns;
 
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use serde_json::{Map, Value, json};
@@ -18,13 +19,16 @@ use crate::event::{FinishReason, SamplePhase};
 use crate::id::JobId;
 use crate::reward::webhook::MAX_ANSWER_BYTES;
 use crate::reward::webhook::environment_wire::{
-    Problem, RequestEnvironment, RequestEpisode, RequestHeader, RequestJob, VERSION, ping_body, read, request_body,
+    AnswerKind, Problem, RequestEnvironment, RequestEpisode, RequestHeader, RequestJob, RequestReply, VERSION, ping_body,
+    read, request_body,
 };
 use crate::spec::{EnvironmentPlan, read_single_environment};
 
 /// Limits of the episodes that the check plays.
 const MAX_TURNS: u32 = 8;
 const MAX_TOKENS: u32 = 4096;
+/// Interval between two requests to a `status_url`.
+const ASK_STATUS: Duration = Duration::from_millis(200);
 /// The text of the model in the check's turns, if nothing else is tested.
 const PLAIN: &str = "I do not know.";
 
@@ -158,6 +162,7 @@ impl Check {
             version: VERSION.to_owned(),
             id: id.clone(),
             job: RequestJob { id: self.job, step: 0, phase: SamplePhase::Train },
+            reply: AnswerKind::of(&ask).map(|_| RequestReply::new(None)),
             environment: RequestEnvironment { name: self.plan.name.clone(), params: self.plan.params.clone() },
             deadline_ms: self.plan.service.deadline_ms,
             episode: RequestEpisode {
@@ -205,7 +210,28 @@ impl Check {
         if let Ok(name) = HeaderValue::from_str(&question.episode) {
             headers.insert(HeaderName::from_static("rlood-episode"), name);
         }
-        self.wire.post_with(&question.id, &question.body, signing, headers).await
+        let got = self.wire.post_with(&question.id, &question.body, signing, headers).await?;
+        if got.status == 202 { self.poll_status(question, got).await } else { Ok(got) }
+    }
+
+    /// Polls the `status_url` of a 202 until it has the answer, which then counts as the answer to the question. Without a `status_url` the
+    /// 202 is returned.
+    async fn poll_status(&self, question: &Question, got: Got) -> Result<Got, String> {
+        let accepted: Value = serde_json::from_slice(&got.body).unwrap_or_default();
+        let Some(status_url) = accepted["status_url"].as_str() else { return Ok(got) };
+        let url = self.wire.url.join(status_url).map_err(|why| format!("the status_url of the 202 is not a URL: {why}"))?;
+        let start = Instant::now();
+        while start.elapsed() < self.wire.timeout {
+            tokio::time::sleep(ASK_STATUS).await;
+            let polled = self.wire.get_status(&question.id, url.clone()).await?;
+            match polled.status {
+                202 | 204 | 408 | 425 | 429 | 500.. => {}
+                200 => return Ok(Got { latency: got.latency + start.elapsed(), ..polled }),
+                status => return Err(format!("the server answered 202, and its status_url {status}{}", polled.excerpt())),
+            }
+        }
+        let timeout_ms = self.wire.timeout.as_millis();
+        Err(format!("the server answered 202, but its status_url had no answer within {timeout_ms} ms"))
     }
 
     /// Sends a question and reads the answer as a job does. The error describes how a job would treat the response.
@@ -269,7 +295,11 @@ fn read_reply(got: &Got, question: &Question) -> Result<Reply, String> {
     }
     match got.status {
         200 | 201 | 203 => {}
-        202 => return Err("the server answered 202, and environments must answer at once".to_owned()),
+        202 => {
+            return Err(format!(
+                "the server answered 202 without a status_url, but this request offers only \"sync\" in reply.modes{excerpt}"
+            ));
+        }
         status @ 200..=299 => {
             return Err(format!("the server answered with status {status}, which carries no answer"));
         }
@@ -280,7 +310,8 @@ fn read_reply(got: &Got, question: &Question) -> Result<Reply, String> {
     if got.body.len() > MAX_ANSWER_BYTES {
         return Err(format!("the answer has {} bytes: at most {MAX_ANSWER_BYTES} are allowed", got.body.len()));
     }
-    let reply = read(&got.body, &question.id, &question.ask).map_err(|problem| match problem {
+    let Some(kind) = AnswerKind::of(&question.ask) else { return Ok(Reply::Closed) };
+    let reply = read(&got.body, &question.id, kind).map_err(|problem| match problem {
         Problem::Invalid(why) => why,
         Problem::Reported { code, .. } => format!("the server reported the error {code}"),
     })?;

@@ -1,11 +1,11 @@
-//! Callbacks of reward services: `POST /reward-callbacks/{id}`. The request's own token authorizes the call, no key is needed. The
-//! results are on disk before the server acknowledges them.
+//! Callbacks of reward services, `POST /reward-callbacks/{id}`, and of environments, `POST /environment-callbacks/{id}`. The request's
+//! own token authorizes the call, no key is needed. The results are on disk before the server acknowledges them.
 
-use axum::extract::{Request, State};
+use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderMap, header};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
-use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouterExt as _};
 use utoipa_axum::routes;
 
 use super::AppState;
@@ -16,10 +16,14 @@ use super::extract::{Json, Path, read_admitted_body};
 use crate::callback::{CallbackTerms, Chunk, Flaw};
 use crate::config::random_token;
 use crate::id::RewardRequestId;
+use crate::reward::webhook::MAX_ANSWER_BYTES;
+use crate::reward::webhook::environment_wire::{AnswerKind, ResetReply, StepReply, read_callback};
 use crate::store::{Counted, Received, StoreError, clock_ms};
 
 pub fn routes() -> OpenApiRouter<AppState> {
-    OpenApiRouter::new().routes(routes!(take_callback))
+    OpenApiRouter::new()
+        .routes(routes!(take_callback))
+        .routes(routes!(take_environment_callback).layer(DefaultBodyLimit::max(MAX_ANSWER_BYTES)))
 }
 
 /// Returns the base URL for callbacks of reward services, and the secret from which callback tokens are derived.
@@ -55,6 +59,20 @@ struct TakenView {
     unknown: u64,
 }
 
+/// The answer to a question, as in a response.
+#[derive(Deserialize, ToSchema)]
+#[serde(untagged)]
+#[expect(
+    dead_code,
+    reason = "only the schema in the OpenAPI document; the handler knows which of them the question has"
+)]
+enum EnvironmentCallback {
+    /// The answer to `env.step.request`.
+    Step(StepReply),
+    /// The answer to `env.reset.request`.
+    Reset(ResetReply),
+}
+
 /// Answer a request to a reward service later
 ///
 /// For services that answered 202. The address and the token are in the request's `reply`. The token is valid for this request,
@@ -81,21 +99,80 @@ async fn take_callback(
     headers: HeaderMap,
     request: Request,
 ) -> Result<Json<TakenView>, Problem> {
-    let token = check_bearer(&headers, &terms(&state).await?.token(&id));
-    let unknown = || Problem::not_found("reward request", &id);
-    match (state.store.callback_is_known(&id).await?, token) {
-        (true, token) => token.map_err(|_| unauthorized(&headers))?,
+    let read = |body: &[u8], id: &str, parts: &[String]| match parts.first().and_then(|part| AnswerKind::of_part(part))
+    {
+        Some(_) if is_question(id) => Err(unknown(id)),
+        _ => Chunk::read(body, id).map_err(refused),
+    };
+    take(&state, &id, &headers, request, read).await
+}
+
+/// Answer a request to an environment later
+///
+/// For environments that answered 202 to `env.reset.request` or `env.step.request`. The address and the token are in the request's `reply`.
+/// The token is valid for this request, until its deadline. The body is the answer, as in a response; an error must not be retryable. A 200
+/// means that the answer is stored, whatever happens to this server or to the job's worker; of several answers the first counts. A body with
+/// any error is rejected: correct it and send it again.
+#[utoipa::path(
+    post, path = "/environment-callbacks/{id}", tag = "Environment contract", operation_id = "take_environment_callback", security(()),
+    params(("id" = String, Path, description = "The id of the request to the environment"),
+           ("authorization" = String, Header, description = "The word `Bearer`, a space and the `reply.token` of the request")),
+    request_body = EnvironmentCallback,
+    responses(
+        (status = 200, description = "Kept", body = TakenView),
+        (status = 401, description = "The token does not belong to this request", body = ProblemBody),
+        (status = 404, description = "There is no such request to an environment", body = ProblemBody),
+        (status = 410, description = "The answer is too late: the deadline has passed, the request is answered, or the job has ended", body = ProblemBody),
+        (status = 413, description = "The body is larger than 1 MiB", body = ProblemBody),
+        (status = 422, description = "The request's body is not valid; `errors` lists the invalid fields", body = ProblemBody),
+    )
+)]
+async fn take_environment_callback(
+    State(state): State<AppState>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    request: Request,
+) -> Result<Json<TakenView>, Problem> {
+    let read = |body: &[u8], id: &str, parts: &[String]| match parts.first().and_then(|part| AnswerKind::of_part(part))
+    {
+        Some(kind) if is_question(id) => read_callback(body, id, kind).map_err(refused),
+        Some(_) | None => Err(unknown(id)),
+    };
+    take(&state, &id, &headers, request, read).await
+}
+
+/// Whether an id is that of a question to an environment.
+fn is_question(id: &str) -> bool {
+    id.starts_with("env_")
+}
+
+/// Stores a part of the answer to a request, or the whole of it. `read` checks the body; it gets the body, the request's id, and the names of
+/// the parts of the answer.
+async fn take(
+    state: &AppState,
+    id: &str,
+    headers: &HeaderMap,
+    request: Request,
+    read: impl FnOnce(&[u8], &str, &[String]) -> Result<Chunk, Problem>,
+) -> Result<Json<TakenView>, Problem> {
+    let token = check_bearer(headers, &terms(state).await?.token(id));
+    let parts = match (state.store.callback_parts(id).await?, token) {
+        (Some(parts), token) => {
+            token.map_err(|_| unauthorized(headers))?;
+            parts
+        }
         // The token is valid, so this server created the request, which is no longer open: it is complete, or its job has
         // ended.
-        (false, Ok(())) => {
-            return Err(gone(
-                "no job is waiting for this answer: the reward request is complete, or its job has ended",
-            ));
+        (None, Ok(())) => {
+            return Err(gone(match is_question(id) {
+                true => "no job is waiting for this answer: the request is answered, or its job has ended",
+                false => "no job is waiting for this answer: the reward request is complete, or its job has ended",
+            }));
         }
-        (false, Err(_)) => return Err(unknown()),
-    }
-    let chunk = Chunk::read(&read_admitted_body(request).await?, &id).map_err(refused)?;
-    match state.store.callback_receive(&id, &chunk, clock_ms()).await {
+        (None, Err(_)) => return Err(unknown(id)),
+    };
+    let chunk = read(&read_admitted_body(request).await?, id, &parts)?;
+    match state.store.callback_receive(id, &chunk, clock_ms()).await {
         Ok(Received::Counted(Counted { accepted, duplicate, unknown })) => {
             tracing::debug!(
                 request = id,
@@ -103,17 +180,25 @@ async fn take_callback(
                 duplicate,
                 unknown,
                 done = chunk.done,
-                "a reward service sent late results"
+                "a service sent late results"
             );
             Ok(Json(TakenView { accepted, duplicate, unknown }))
         }
-        Ok(Received::Late) => {
-            Err(gone("the deadline of the reward request has passed; the server requests missing results again"))
-        }
-        Ok(Received::Over) => Err(gone("the reward request is complete; the server requests missing results again")),
-        Err(StoreError::NotFound { .. }) => Err(gone("no job is waiting for the results of this reward request")),
+        Ok(Received::Late) => Err(gone(match is_question(id) {
+            true => "the deadline of the request has passed: its episode has no reward",
+            false => "the deadline of the reward request has passed; the server requests missing results again",
+        })),
+        Ok(Received::Over) => Err(gone(match is_question(id) {
+            true => "the request is answered",
+            false => "the reward request is complete; the server requests missing results again",
+        })),
+        Err(StoreError::NotFound { .. }) => Err(gone("no job is waiting for the answer to this request")),
         Err(error) => Err(error.into()),
     }
+}
+
+fn unknown(id: &str) -> Problem {
+    Problem::not_found(if is_question(id) { "request to an environment" } else { "reward request" }, id)
 }
 
 fn gone(detail: &str) -> Problem {
@@ -122,7 +207,7 @@ fn gone(detail: &str) -> Problem {
 
 fn unauthorized(headers: &HeaderMap) -> Problem {
     let detail = match headers.contains_key(header::AUTHORIZATION) {
-        true => "the bearer token belongs to another reward request: send the 'token' of this request's 'reply'",
+        true => "the bearer token belongs to another request: send the 'token' of this request's 'reply'",
         false => "send 'authorization: Bearer TOKEN' with the 'token' of the request's 'reply'",
     };
     Problem::new(Code::Unauthorized, detail).header(header::WWW_AUTHENTICATE, "Bearer realm=\"rlood\"")

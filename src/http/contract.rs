@@ -12,7 +12,7 @@ use crate::environment::EpisodeTurn;
 use crate::event::FinishReason;
 use crate::id::{JobId, RewardRequestId};
 use crate::reward::webhook::environment_wire::{
-    CloseRequest, PingRequest, ResetReply, ResetRequest, StepReply, StepRequest,
+    AcceptedReply, CloseRequest, PingReply, PingRequest, ResetReply, ResetRequest, StepReply, StepRequest,
 };
 
 /// A request to score completions.
@@ -338,11 +338,17 @@ fn reward_ping() {}
 /// The server sends this request to the `url` of the job's `environment`, signed and retried as requests to rewards, with the header
 /// `rlood-episode`. A repeated request has the same id and bytes and must get the same answer. The same row and `episode.seed` must
 /// always begin with the same messages and tools.
+///
+/// An environment that needs longer answers 202, here and to `env.step.request`. It then sends the answer to `reply.callback_url`, or offers
+/// it at its `status_url`, until `deadline_ms` after the 202. The server does not repeat the request while it waits, even after a restart of
+/// the server or of the worker. Without an answer at the deadline the episode has no reward, which is never treated as 0.
 #[utoipa::path(
     post, path = "/env.reset.request", tag = "Environment contract", operation_id = "env_reset",
     request_body = ResetRequest,
     responses(
         (status = 200, description = "The beginning of the episode", body = ResetReply),
+        (status = 202, description = "The environment will send the answer later", body = Option<AcceptedReply>,
+            example = json!({"eta_ms": 60000, "status_url": "/status/env_0123456789abcdef0123456789"})),
         (status = 410, description = "The episode cannot begin; it is tried again as its next attempt"),
         (status = 429, description = "The environment gets too many requests: the server retries after `Retry-After`"),
         (status = "5XX", description = "The request failed: the server retries it with growing pauses"),
@@ -361,6 +367,8 @@ fn env_reset() {}
     request_body = StepRequest,
     responses(
         (status = 200, description = "What follows the turn", body = StepReply),
+        (status = 202, description = "The environment will send the answer later", body = Option<AcceptedReply>,
+            example = json!({"eta_ms": 60000, "status_url": "/status/env_0123456789abcdef0123456789"})),
         (status = 404, description = "The environment has forgotten the episode: it begins again as its next attempt"),
         (status = 409, description = "The turn was answered already under another id, or the episode is over"),
         (status = 429, description = "The environment gets too many requests: the server retries after `Retry-After`"),
@@ -388,7 +396,7 @@ fn env_close() {}
 #[utoipa::path(
     post, path = "/env.ping", tag = "Environment contract", operation_id = "env_ping",
     request_body = PingRequest,
-    responses((status = "2XX", description = "The environment is reachable")),
+    responses((status = "2XX", description = "The environment is reachable", body = Option<PingReply>)),
 )]
 #[expect(dead_code, reason = "only describes the environment contract in the OpenAPI document")]
 fn env_ping() {}

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value, json};
 
 /// File name and OpenAPI schema name of each schema file.
-const FILES: [(&str, &str); 13] = [
+const FILES: [(&str, &str); 16] = [
     ("request.schema.json", "RewardRequest"),
     ("answer.schema.json", "RewardAnswer"),
     ("accepted.schema.json", "RewardAccepted"),
@@ -19,7 +19,10 @@ const FILES: [(&str, &str); 13] = [
     ("env-step.schema.json", "EnvironmentStep"),
     ("env-step-answer.schema.json", "EnvironmentStepAnswer"),
     ("env-close.schema.json", "EnvironmentClose"),
+    ("env-accepted.schema.json", "EnvironmentAccepted"),
+    ("env-callback.schema.json", "EnvironmentCallback"),
     ("env-ping.schema.json", "EnvironmentPing"),
+    ("env-ping-answer.schema.json", "EnvironmentPong"),
 ];
 const REF: &str = "#/components/schemas/";
 

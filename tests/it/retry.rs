@@ -272,10 +272,10 @@ async fn the_end_of_a_job_closes_its_open_requests() {
     };
     let entries = [later("open"), later("answered"), answer(1, "answered")];
     store.journal_append(id, attempt, &entries, clock_ms()).await.unwrap();
-    assert!(store.callback_is_known("rwr_open").await.unwrap());
+    assert!(store.callback_parts("rwr_open").await.unwrap().is_some());
     store.job_finish(id, attempt, failed(FailureClass::Infra), clock_ms()).await.unwrap();
     for request in ["rwr_open", "rwr_answered"] {
-        assert!(!store.callback_is_known(request).await.unwrap(), "{request}");
+        assert!(!store.callback_parts(request).await.unwrap().is_some(), "{request}");
     }
     made(&retry(&server, id, json!({})).await);
     let child = server.claimed().await.job;

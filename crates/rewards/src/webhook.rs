@@ -57,6 +57,8 @@ use scoring::ScoringRun;
 
 /// A client for one reward service over HTTP.
 pub struct Webhook {
+    /// What the service is in messages: `reward` or `environment`.
+    noun: &'static str,
     name: String,
     plan: ServicePlan,
     dialect: Box<dyn Dialect>,
@@ -148,6 +150,7 @@ impl Webhook {
         let keys = keys.collect::<Result<_, _>>().map_err(|why| error(why.to_string()))?;
         let headers = user_headers(secrets).map_err(error)?;
         Ok(Self {
+            noun: "reward",
             name: name.to_owned(),
             url,
             keys,
@@ -224,9 +227,9 @@ impl Webhook {
         let mut remarks = self.remarks.lock().unwrap_or_else(PoisonError::into_inner);
         if !remarks.contains(&remark) {
             self.status.notify(Event::Warning {
-                code: "reward_remark".to_owned(),
-                message: format!("reward '{}': {remark}", self.name),
-                data: serde_json::json!({"reward": self.name}),
+                code: format!("{}_remark", self.noun),
+                message: format!("{} '{}': {remark}", self.noun, self.name),
+                data: serde_json::json!({self.noun: self.name}),
             });
             remarks.push(remark);
         }

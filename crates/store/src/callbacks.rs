@@ -1,4 +1,4 @@
-//! Late answers of reward services. They are stored durably when they arrive (every commit is `synchronous = FULL`), fetched by the
+//! Late answers of reward services and environments. They are stored durably when they arrive (every commit is `synchronous = FULL`), fetched by the
 //! worker that waits for them, and removed together with their request's row in the journal.
 
 use std::collections::HashSet;
@@ -87,13 +87,15 @@ impl Store {
         Ok(())
     }
 
-    /// Whether the store knows a reward request: it waits for late answers, or was answered since the job's newest checkpoint.
-    pub async fn callback_is_known(&self, id: &str) -> Result<bool, StoreError> {
-        sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM reward_callbacks WHERE id = ?)")
+    /// Returns the names of the parts of a request's answer (see [`Later::sample_ids`]). `None` if the store does not know the request: it
+    /// neither waits for late answers, nor was it answered since the job's newest checkpoint.
+    pub async fn callback_parts(&self, id: &str) -> Result<Option<Vec<String>>, StoreError> {
+        let row = sqlx::query("SELECT sample_ids FROM reward_callbacks WHERE id = ?")
             .bind(id)
-            .fetch_one(&self.readers)
+            .fetch_optional(&self.readers)
             .await
-            .doing("look up a reward request")
+            .doing("look up a reward request")?;
+        row.as_ref().map(|row| json_column(row, "sample_ids")).transpose()
     }
 
     /// Stores a part of an answer, durably. `NotFound` if the request is unknown.
@@ -209,7 +211,8 @@ fn entry(row: &sqlx::sqlite::SqliteRow) -> Result<Option<Entry>, StoreError> {
     Ok(sample_id.zip(result).map(|(sample_id, result)| Entry { sample_id, result }))
 }
 
-/// Registers a reward request that is about to be sent and whose answer may come later.
+/// Registers a request that is about to be sent and whose answer may come later. If it is registered already, and was neither
+/// accepted nor answered, its deadline is counted anew.
 pub(super) async fn callback_insert(
     tx: &mut SqliteConnection,
     journal_id: Option<i64>,
@@ -220,7 +223,8 @@ pub(super) async fn callback_insert(
     let Later { left_ms, sample_ids, accepted } = later;
     sqlx::query(
         "INSERT INTO reward_callbacks (id, journal_id, sample_ids, deadline, accepted) VALUES (?, ?, ?, ?, ?) \
-         ON CONFLICT (id) DO NOTHING",
+         ON CONFLICT (id) DO UPDATE SET deadline = MAX(deadline, excluded.deadline) \
+         WHERE reward_callbacks.accepted IS NULL AND done = 0 AND closed = 0",
     )
     .bind(id)
     .bind(journal_id)

@@ -22,7 +22,8 @@ use crate::rollout::{RolloutId, SampledGroup};
 const PAGE_BYTES: usize = 4 << 20;
 
 impl Store {
-    /// Appends entries in one transaction. Existing entries with the same id are not changed, so a call may be repeated.
+    /// Appends entries in one transaction. Existing entries with the same id are not changed, so a call may be repeated; a request that no
+    /// service has accepted yet gets the whole time for a late answer again.
     /// `LeaseLost` if the attempt does not own the job, `Exists` if a request exists under another id.
     pub async fn journal_append(
         &self,
@@ -100,11 +101,12 @@ async fn append(
         JournalEntry::Request { rollout, reward, key, id, body, later } => {
             let row = NewRow { key: Some(key), rollout, attempt, reward: Some(reward), request_id: Some(id), body };
             let done = insert(tx, job, &row, now).await?;
-            if done.rows_affected() == 0 && request_id(tx, job, key).await?.as_ref() != Some(id) {
-                return Err(StoreError::Exists { kind: "reward request", id: id.clone() });
-            }
-            if let (1, Some(later)) = (done.rows_affected(), later) {
-                callback_insert(tx, Some(done.last_insert_rowid()), id, later, now).await?;
+            let open = match done.rows_affected() {
+                0 => open_request(tx, job, key, id).await?,
+                _ => Some(done.last_insert_rowid()),
+            };
+            if let (Some(row), Some(later)) = (open, later) {
+                callback_insert(tx, Some(row), id, later, now).await?;
             }
         }
         JournalEntry::Accepted { key, id, accepted, .. } => {
@@ -180,6 +182,20 @@ async fn insert(
     .execute(&mut *tx)
     .await
     .doing(DOING)
+}
+
+/// Returns the row of a request that was recorded before; `None` if it is answered. `Exists` if it has another id.
+async fn open_request(tx: &mut SqliteConnection, job: JobId, key: &str, id: &str) -> Result<Option<i64>, StoreError> {
+    let row = sqlx::query("SELECT id, request_id, answer IS NULL AS open FROM journal WHERE job_id = ? AND key = ?")
+        .bind(job.to_string())
+        .bind(key)
+        .fetch_one(tx)
+        .await
+        .doing(DOING)?;
+    if column::<Option<&str>>(&row, "request_id")? != Some(id) {
+        return Err(StoreError::Exists { kind: "reward request", id: id.to_owned() });
+    }
+    Ok(if column(&row, "open")? { Some(column(&row, "id")?) } else { None })
 }
 
 async fn request_id(tx: &mut SqliteConnection, job: JobId, key: &str) -> Result<Option<String>, StoreError> {

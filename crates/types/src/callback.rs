@@ -1,4 +1,4 @@
-//! Late answers of reward services: the address they are sent to, the token that authorizes them, and how they are parsed.
+//! Late answers of reward services and environments: the address they are sent to, the token that authorizes them, and how they are parsed.
 //! This module has only types and rules: `http` receives the answers, `store` keeps them, `worker` fetches them and
 //! `reward` waits for them.
 
@@ -28,6 +28,11 @@ impl std::fmt::Debug for CallbackTerms {
 }
 
 impl CallbackTerms {
+    /// Returns the URL to which an environment must send its answer to the question `id`.
+    pub fn environment_address(&self, id: &str) -> Option<String> {
+        self.public_url.as_ref().map(|url| format!("{url}/environment-callbacks/{id}"))
+    }
+
     /// Returns the URL to which the answer to the request `id` must be sent.
     pub fn address(&self, id: &str) -> Option<String> {
         self.public_url.as_ref().map(|url| format!("{url}/reward-callbacks/{id}"))
@@ -66,7 +71,7 @@ impl CallbackTerms {
 pub struct Later {
     /// Time until the request's deadline, in milliseconds.
     pub left_ms: u64,
-    /// Ids of the samples in the request.
+    /// Ids of the samples in the request. For a question to an environment the name of its answer, `env.reset` or `env.step`.
     pub sample_ids: Vec<String>,
     /// Set once the service has accepted the request or has sent results. The request then need not be sent again.
     #[serde(default)]

@@ -139,8 +139,9 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("POST", "/session", Open),
         ("GET", "/session", Needs(Read)),
         ("DELETE", "/session", Needs(Read)),
-        // Reward services send late answers here, each with its own token.
+        // Reward services and environments send late answers here, each with its own token.
         ("POST", "/reward-callbacks/{id}", Open),
+        ("POST", "/environment-callbacks/{id}", Open),
         // Reward services read images here, each with its own token.
         ("GET", "/reward-images/{job}/{sha256}", Open),
         ("GET", "/metrics", Needs(Read)),

@@ -82,9 +82,9 @@ impl Wire {
         url.to_string()
     }
 
-    /// Sends one GET request to another URL of the service, such as its `status_url`, with only the user's headers.
-    pub async fn get(&self, url: Url) -> Result<Got, String> {
-        self.send(self.client.get(url).headers(self.headers.clone())).await
+    /// Sends one GET request to the `status_url` of the request with this id, signed as in a job.
+    pub async fn get_status(&self, id: &str, url: Url) -> Result<Got, String> {
+        self.send(self.client.get(url).headers(self.request_headers(id, "", Signing::Right))).await
     }
 
     async fn send(&self, request: reqwest::RequestBuilder) -> Result<Got, String> {

@@ -196,7 +196,8 @@ impl Check {
     }
 
     async fn ask_status(&self, url: &Url, inbox: &Shared) {
-        let Ok(got) = self.wire.get(url.clone()).await else { return };
+        let id = inbox.lock().unwrap_or_else(PoisonError::into_inner).id.clone();
+        let Ok(got) = self.wire.get_status(&id, url.clone()).await else { return };
         if got.status != 200 {
             return;
         }

@@ -1,20 +1,25 @@
-//! Asynchronous answers of reward services: a service accepts a request (202) and later sends the results to the callback address,
-//! or publishes them at its status address. Both are watched, and the first result of each sample is used. Results that arrive by
-//! the deadline are kept; missing ones are requested again.
+//! Asynchronous answers: a reward service or an environment accepts a request (202) and later sends the results to the callback
+//! address, or publishes them at its status address. Both are watched, and the first result of each part of the answer is used.
+//! The parts of a reward service's answer are its samples: results that arrive by the deadline are kept, and missing ones are
+//! requested again. The answer of an environment has one part.
 
 use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use reqwest::{StatusCode, Url};
 use serde_json::{Value, json};
 
 use super::answer::{self, name};
+use super::environment_wire::{self, AnswerKind, Problem};
+use super::episodes::MAX_ANSWER_BYTES;
 use super::request::Request;
 use super::wait::jitter;
 use super::{Counts, RewardFailure, ScoringRun, Webhook};
 use crate::callback::{Accepted, Chunk, Entry, Later};
 use crate::event::Event;
 use crate::protocol::{JournalEntry, RewardAnswer};
+use crate::rollout::RolloutId;
 use crate::secret_filter::Preserved;
 use crate::status::Waiting;
 
@@ -29,14 +34,14 @@ const EARLY_CALLBACK_DELAY: Duration = Duration::from_secs(5);
 /// Time limit for fetching callback results that reached the server just before the deadline.
 const FINAL_FETCH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Number of consecutive requests whose deadline passes without a single result, after which the job pauses.
-const MAX_SILENT_DEADLINES: u32 = 2;
+pub(super) const MAX_SILENT_DEADLINES: u32 = 2;
 
 /// Outcome of sending a request to a service that may answer later.
 pub(super) enum SendOutcome {
     /// A final answer from the service.
     Answer(RewardAnswer),
-    /// The service accepted the request (202) and will answer later.
-    Later(Accepted),
+    /// The service accepted the request (202) and will answer later, at the latest by the deadline.
+    Later(Accepted, Instant),
 }
 
 /// Outcome of waiting for the results of an accepted request.
@@ -121,8 +126,10 @@ impl Webhook {
     }
 
     /// Requests a service's status address once.
-    async fn poll_status(&self, url: &Url, id: &str, ids: &[&str]) -> StatusPoll {
-        let request = Request::bare(id);
+    async fn poll_status(&self, url: &Url, late: &LateAnswer<'_>) -> StatusPoll {
+        let (id, ids) = (late.request.id.as_str(), late.parts.as_slice());
+        let mut request = Request::bare(id);
+        request.episode.clone_from(&late.request.episode);
         let (status, retry_after, body) = match self.send(&request, Some(url.clone())).await {
             Ok(answered) => answered,
             Err(failed) if failed.is_refused() => {
@@ -135,10 +142,12 @@ impl Webhook {
                 let eta = body.ok().and_then(|body| milliseconds(&answer::parse(&body).ok()?["eta_ms"]));
                 StatusPoll::Pending(retry_after.or(eta.map(Duration::from_millis)))
             }
-            200..=299 => match body.and_then(|body| read_status(&self.clean_status(body, id, ids), id, ids)) {
-                Ok(Some(chunk)) => StatusPoll::Results(chunk),
-                Ok(None) => StatusPoll::Pending(retry_after),
-                Err(why) => StatusPoll::Odd(format!("the answer of the status_url cannot be read: {why}")),
+            200..=299 => match body.map(|body| late.form.read_status(&self.clean_status(body, id, ids), id, ids)) {
+                Ok(StatusPoll::Pending(_)) => StatusPoll::Pending(retry_after),
+                Ok(StatusPoll::Odd(why)) | Err(why) => {
+                    StatusPoll::Odd(format!("the answer of the status_url cannot be read: {why}"))
+                }
+                Ok(read @ (StatusPoll::Results(_) | StatusPoll::Lost(_))) => read,
             },
             404 | 410 => StatusPoll::Lost(format!("the status_url answered {status}")),
             408 | 425 | 429 | 500..=599 => StatusPoll::Pending(retry_after),
@@ -150,6 +159,46 @@ impl Webhook {
     fn clean_status(&self, body: Vec<u8>, id: &str, ids: &[&str]) -> Vec<u8> {
         let words = || [id].iter().chain(ids).map(|word| (*word).to_owned()).collect();
         self.secret_filter.redact_answer(body, || Preserved { words: words(), ..self.dialect.preserved() })
+    }
+}
+
+/// What an answer that comes late consists of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LateForm {
+    /// The results of a reward service, one for each sample.
+    Rewards,
+    /// The answer of an environment, as a whole.
+    Environment(AnswerKind),
+}
+
+impl LateForm {
+    /// Reads the body of a status address that answered 200.
+    fn read_status(self, body: &[u8], id: &str, parts: &[&str]) -> StatusPoll {
+        match self {
+            Self::Rewards => match read_status(body, id, parts) {
+                Ok(Some(chunk)) => StatusPoll::Results(chunk),
+                Ok(None) => StatusPoll::Pending(None),
+                Err(why) => StatusPoll::Odd(why),
+            },
+            Self::Environment(_) if body.len() > MAX_ANSWER_BYTES => {
+                StatusPoll::Odd(format!("it has {} bytes: at most {MAX_ANSWER_BYTES} are allowed", body.len()))
+            }
+            Self::Environment(kind) => match environment_wire::read(body, id, kind) {
+                Ok(_) | Err(Problem::Reported { is_retryable: false, .. }) => StatusPoll::Results(kind.chunk(body)),
+                Err(Problem::Reported { code, is_retryable: true }) => {
+                    StatusPoll::Lost(format!("the status_url reported {code}"))
+                }
+                Err(Problem::Invalid(why)) => StatusPoll::Odd(why),
+            },
+        }
+    }
+
+    /// Formats results like the body of a synchronous answer.
+    fn body(self, id: &str, results: &[&str]) -> String {
+        match self {
+            Self::Rewards => format!(r#"{{"version":"1","id":"{id}","results":[{}]}}"#, results.join(",")),
+            Self::Environment(_) => results.concat(),
+        }
     }
 }
 
@@ -223,9 +272,9 @@ impl<'a> CollectedResults<'a> {
     }
 
     /// Formats the collected results like the body of a synchronous answer.
-    fn body(&self, id: &str) -> String {
+    fn body(&self, late: &LateAnswer<'_>) -> String {
         let results: Vec<&str> = self.results.iter().flatten().map(String::as_str).collect();
-        format!(r#"{{"version":"1","id":"{id}","results":[{}]}}"#, results.join(","))
+        late.form.body(&late.request.id, &results)
     }
 }
 
@@ -250,102 +299,108 @@ impl PollSchedule {
     }
 }
 
-impl ScoringRun<'_> {
-    /// Returns the state of a request that may be answered later; `None` if the dialect has no asynchronous answers.
-    pub(super) fn asynchronous_state(&self, indices: &[usize]) -> Option<Later> {
-        let sample_ids = self.ids(indices).into_iter().map(str::to_owned).collect();
-        let left_ms = self.webhook.plan.deadline_ms;
-        self.webhook.dialect.answers_later().then_some(Later { left_ms, sample_ids, accepted: None })
-    }
+/// The wait for the answer to one request, which may come late.
+pub(super) struct LateAnswer<'a> {
+    pub webhook: &'a Webhook,
+    pub request: &'a Request,
+    /// Names of the parts of the answer: sample ids, or one name for the answer of an environment.
+    pub parts: Vec<&'a str>,
+    pub form: LateForm,
+    pub rollout: RolloutId,
+    /// Key of the request in the journal.
+    pub key: Option<&'a str>,
+    /// Receives the number of retries.
+    pub counts: Option<&'a Mutex<Counts>>,
+}
 
-    fn ids(&self, indices: &[usize]) -> Vec<&str> {
-        indices.iter().map(|&index| self.samples[index].sample_id.as_str()).collect()
-    }
-
-    /// Sends a request, unless the service has `accepted` it in a previous attempt, and waits until there is a final answer. The
-    /// caller's concurrency permit is dropped when the service has accepted the request.
-    pub(super) async fn await_answer<P>(
+impl LateAnswer<'_> {
+    /// Sends a request, unless the service has `accepted` it in a previous attempt (with the deadline for its answer), and waits until there
+    /// is a final answer. The caller's concurrency permit is dropped when the service has accepted the request.
+    pub(super) async fn await_answer<P, F>(
         &self,
-        request: &Request,
-        indices: &[usize],
-        key: Option<&str>,
-        mut accepted: Option<Accepted>,
+        send: impl Fn() -> F,
+        mut accepted: Option<(Accepted, Instant)>,
         permit: P,
-    ) -> Result<RewardAnswer, RewardFailure> {
+    ) -> Result<RewardAnswer, RewardFailure>
+    where
+        F: Future<Output = Result<SendOutcome, RewardFailure>>,
+    {
+        let Self { webhook, request, .. } = self;
         let mut permit = Some(permit);
         let mut lost = 0;
         loop {
-            let promise = match accepted.take() {
+            let (promise, deadline) = match accepted.take() {
                 Some(accepted) => accepted,
                 None => {
                     let obtained = tokio::select! {
-                        obtained = self.send_until_final(request, indices) => obtained?,
-                        answer = self.await_early_callback(request, indices) => return answer,
+                        obtained = send() => obtained?,
+                        answer = self.await_early_callback() => return answer,
                     };
-                    let accepted = match obtained {
+                    let (accepted, deadline) = match obtained {
                         SendOutcome::Answer(answer) => return Ok(answer),
-                        SendOutcome::Later(accepted) => accepted,
+                        SendOutcome::Later(accepted, deadline) => (accepted, deadline),
                     };
-                    let entry = |key| JournalEntry::Accepted {
-                        rollout: self.job.rollout,
-                        key,
-                        id: request.id.clone(),
-                        accepted: accepted.clone(),
-                    };
-                    self.append_to_journal(key, entry).await?;
-                    accepted
+                    self.record_accepted(&accepted).await?;
+                    (accepted, deadline)
                 }
             };
             drop(permit.take());
             tracing::info!(
                 request = request.id,
-                reward = self.webhook.name,
+                reward = webhook.name,
                 "the service accepted the request (202) and will answer later"
             );
-            match self.await_results(request, indices, &promise).await? {
+            match self.await_results(&promise, deadline).await? {
                 WaitOutcome::Answer(answer) => return Ok(answer),
-                WaitOutcome::Lost(why) if lost >= self.webhook.plan.max_invalid_tries => {
+                WaitOutcome::Lost(why) if lost >= webhook.plan.max_invalid_tries => {
                     let detail = format!("the service accepted the request (202) and lost it: {why}");
                     return Ok(RewardAnswer::Unusable { code: "invalid_answer".to_owned(), detail });
                 }
                 WaitOutcome::Lost(why) => {
                     lost += 1;
                     tracing::info!(request = request.id, why, "the service lost the request; it is sent again");
-                    self.count(Counts { retries: 1, ..Counts::default() });
+                    if let Some(counts) = self.counts {
+                        *counts.lock().unwrap_or_else(PoisonError::into_inner) +=
+                            Counts { retries: 1, ..Counts::default() };
+                    }
                     tokio::time::sleep(jitter(lost)).await;
                 }
             }
         }
     }
 
+    /// Records that the service has accepted the request. Does nothing without a journal.
+    async fn record_accepted(&self, accepted: &Accepted) -> Result<(), RewardFailure> {
+        let Self { webhook, request, rollout, .. } = self;
+        let (Some(journal), Some(key)) = (&webhook.journal, self.key) else { return Ok(()) };
+        let (key, id, accepted) = (key.to_owned(), request.id.clone(), accepted.clone());
+        let entry = JournalEntry::Accepted { rollout: *rollout, key, id, accepted };
+        journal.append(entry).await.map_err(|closed| closed.of(&webhook.name))
+    }
+
     /// Waits for a complete answer by callback while the HTTP request itself is slow or fails, because a service may send callbacks
     /// before its 202 arrives.
-    async fn await_early_callback(&self, request: &Request, indices: &[usize]) -> Result<RewardAnswer, RewardFailure> {
-        let (Some(journal), true) = (&self.webhook.journal, request.has_callback()) else {
+    async fn await_early_callback(&self) -> Result<RewardAnswer, RewardFailure> {
+        let Self { webhook, request, .. } = self;
+        let (Some(journal), true) = (&webhook.journal, request.has_callback()) else {
             return std::future::pending().await;
         };
         tokio::time::sleep(EARLY_CALLBACK_DELAY).await;
-        let mut collected = CollectedResults::new(&self.ids(indices));
+        let mut collected = CollectedResults::new(&self.parts);
         let mut seen = 0;
         while !collected.is_complete() {
-            let chunk = journal.arrived(&request.id, seen).await.map_err(|why| why.of(&self.webhook.name))?;
+            let chunk = journal.arrived(&request.id, seen).await.map_err(|why| why.of(&webhook.name))?;
             seen += chunk.entries.len();
             collected.add(chunk);
         }
-        Ok(RewardAnswer::Body { body: collected.body(&request.id) })
+        Ok(RewardAnswer::Body { body: collected.body(self) })
     }
 
-    /// Waits for the results of an accepted request until its deadline.
-    async fn await_results(
-        &self,
-        request: &Request,
-        indices: &[usize],
-        promise: &Accepted,
-    ) -> Result<WaitOutcome, RewardFailure> {
-        let webhook = self.webhook;
+    /// Waits for the results of an accepted request until the deadline.
+    async fn await_results(&self, promise: &Accepted, deadline: Instant) -> Result<WaitOutcome, RewardFailure> {
+        let Self { webhook, request, .. } = self;
         let _waiting = Waiting::new(&webhook.status);
-        let ids = self.ids(indices);
-        let mut collected = CollectedResults::new(&ids);
+        let mut collected = CollectedResults::new(&self.parts);
         let mut seen = 0;
         let mut status = promise.status_url.as_deref().and_then(|url| webhook.status_address(url).ok());
         let mut schedule = PollSchedule::new(promise.eta_ms);
@@ -364,24 +419,24 @@ impl ScoringRun<'_> {
                     seen += chunk.entries.len();
                     collected.add(chunk);
                 }
-                () = until(Some(request.deadline)) => {
+                () = until(Some(deadline)) => {
                     if let Ok(chunk) = tokio::time::timeout(FINAL_FETCH_TIMEOUT, arrived(seen)).await {
                         collected.add(chunk.map_err(unrecorded)?);
                     }
                     if let Some(url) = status.as_ref().filter(|_| !collected.is_complete())
                         && let Ok(StatusPoll::Results(chunk)) =
-                            tokio::time::timeout(FINAL_FETCH_TIMEOUT, webhook.poll_status(url, &request.id, &ids)).await
+                            tokio::time::timeout(FINAL_FETCH_TIMEOUT, webhook.poll_status(url, self)).await
                     {
                         collected.add(chunk);
                     }
                     if !collected.is_complete() {
-                        return Ok(WaitOutcome::Answer(RewardAnswer::Expired { body: collected.body(&request.id) }));
+                        return Ok(WaitOutcome::Answer(RewardAnswer::Expired { body: collected.body(self) }));
                     }
                 }
                 () = until(next) => {
                     let Some(url) = &status else { continue };
-                    let left = request.deadline.saturating_duration_since(Instant::now());
-                    let polled = tokio::time::timeout(left, webhook.poll_status(url, &request.id, &ids)).await;
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    let polled = tokio::time::timeout(left, webhook.poll_status(url, self)).await;
                     match polled.unwrap_or(StatusPoll::Pending(None)) {
                         StatusPoll::Results(chunk) => {
                             collected.add(chunk);
@@ -404,7 +459,20 @@ impl ScoringRun<'_> {
                 }
             }
         }
-        Ok(WaitOutcome::Answer(RewardAnswer::Body { body: collected.body(&request.id) }))
+        Ok(WaitOutcome::Answer(RewardAnswer::Body { body: collected.body(self) }))
+    }
+}
+
+impl ScoringRun<'_> {
+    /// Returns the state of a request that may be answered later; `None` if the dialect has no asynchronous answers.
+    pub(super) fn asynchronous_state(&self, indices: &[usize]) -> Option<Later> {
+        let sample_ids = self.ids(indices).into_iter().map(str::to_owned).collect();
+        let left_ms = self.webhook.plan.deadline_ms;
+        self.webhook.dialect.answers_later().then_some(Later { left_ms, sample_ids, accepted: None })
+    }
+
+    pub(super) fn ids(&self, indices: &[usize]) -> Vec<&str> {
+        indices.iter().map(|&index| self.samples[index].sample_id.as_str()).collect()
     }
 
     /// Sends a warning that the deadline of a request passed. Returns an error, which pauses the job, after several

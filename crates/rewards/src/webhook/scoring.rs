@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::Webhook;
 use super::answer::{Answer, Found};
-use super::asynchronous::{SendOutcome, Timing};
+use super::asynchronous::{LateAnswer, LateForm, SendOutcome, Timing};
 use super::delivery::Delivered;
 use super::dialect::Batch;
 use super::request::Request;
@@ -77,7 +77,18 @@ impl ScoringRun<'_> {
                             request
                         }
                     };
-                    let answer = self.await_answer(&request, &indices, key.as_deref(), accepted, permit).await?;
+                    let late = LateAnswer {
+                        webhook,
+                        request: &request,
+                        parts: self.ids(&indices),
+                        form: LateForm::Rewards,
+                        rollout: self.job.rollout,
+                        key: key.as_deref(),
+                        counts: Some(&self.counts),
+                    };
+                    let send = || self.send_until_final(&request, &indices);
+                    let accepted = accepted.map(|accepted| (accepted, request.deadline));
+                    let answer = late.await_answer(send, accepted, permit).await?;
                     let answer = self.redacted(answer, &request.id, &indices);
                     let entry = |key| JournalEntry::Answer {
                         rollout: self.job.rollout,
@@ -166,7 +177,7 @@ impl ScoringRun<'_> {
                 }
                 Delivered::TooLarge => return Ok(SendOutcome::Answer(RewardAnswer::TooLarge)),
                 Delivered::Accepted(accepted) => match webhook.check_accepted(accepted) {
-                    Ok(accepted) => return Ok(SendOutcome::Later(accepted)),
+                    Ok(accepted) => return Ok(SendOutcome::Later(accepted, request.deadline)),
                     Err(problem) => {
                         webhook.record_unusable(request, &[], &problem);
                         problem

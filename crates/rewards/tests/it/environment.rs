@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use crate::journal::Book;
 use crate::service::{Service, ok, text};
 
-fn plan(url: &str) -> EnvironmentPlan {
+pub fn plan(url: &str) -> EnvironmentPlan {
     serde_json::from_value(json!({
         "name": "game", "type": "http", "params": {"level": 3}, "max_turns": 4, "max_episode_tokens": 100,
         "max_observation_tokens": 20, "return": "sum", "tool_parser": "auto", "on_parse_error": "reply",
@@ -33,24 +33,27 @@ fn plan(url: &str) -> EnvironmentPlan {
 }
 
 fn client(service: &Service, job: JobId, book: Option<Arc<Book>>) -> EnvironmentClient {
+    client_of(&plan(&service.url()), job).with_journal(book.map(|book| book as Arc<dyn rlood_rewards::journal::Journal>))
+}
+
+pub fn client_of(plan: &EnvironmentPlan, job: JobId) -> EnvironmentClient {
     let policy = OutgoingPolicy::parse(&["127.0.0.1/32"]).unwrap();
     let client = RewardClient::new(&policy).unwrap().with_pace(Pace::new(0.001).unwrap());
     let secrets = RewardSecrets {
         secret: Some("whsec_MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=".to_owned()),
         ..RewardSecrets::default()
     };
-    let environment = EnvironmentClient::new(&plan(&service.url()), &secrets, &client, job).unwrap();
-    environment.with_journal(book.map(|book| book as Arc<dyn rlood_rewards::journal::Journal>))
+    EnvironmentClient::new(plan, &secrets, &client, job).unwrap()
 }
 
-fn reset() -> EpisodeCall {
+pub fn reset() -> EpisodeCall {
     let limits = EpisodeLimits { max_turns: 4, max_tokens: 100 };
     let messages = vec![json!({"role": "user", "content": "play"})];
     let reset = Reset { seed: 12, messages, columns: Default::default(), limits };
     EpisodeCall { episode: EpisodeId { row: 3, index: 1, attempt: 0 }, ask: Ask::Reset(Box::new(reset)) }
 }
 
-fn step(turn: u32) -> EpisodeCall {
+pub fn step(turn: u32) -> EpisodeCall {
     let step = Step {
         turn,
         session: Some("s".to_owned()),
@@ -160,7 +163,7 @@ async fn failures_are_retried_forgotten_episodes_are_lost_and_other_errors_leave
         assert!(matches!(&reply, Ok(Reply::Failed { code, .. }) if code == "invalid_answer"), "{invalid}: {reply:?}");
         assert_eq!(requests.len(), 2, "{invalid}");
     }
-    // Environments must answer at once.
+    // A 202 needs a way for the answer: here there is no status_url, and no server that takes callbacks.
     let (reply, requests) = asked(vec![text(202, "{}"), text(202, "{}")]).await;
     assert!(
         matches!(&reply, Ok(Reply::Failed { code, message }) if code == "invalid_answer" && message.contains("answered 202")),

@@ -5,6 +5,7 @@
 mod adapters;
 mod corpus;
 mod environment;
+mod environment_later;
 mod journal;
 mod judge;
 mod openenv;
