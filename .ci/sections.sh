@@ -69,6 +69,24 @@ agent() {
     tests/agent/run.sh target/release/rlood benches/results/agent_demo.md | figures '^agent demo'
 }
 
+section environments "python3 with venv, PyPI" \
+    crates/rewards/src/tools crates/rewards/src/tools.rs crates/rewards/src/openenv crates/rewards/src/openenv.rs tests/fixtures/peers
+environments() {
+    local venv=target/ci-environments
+    for package in fastmcp==4.2.3 openenv==0.10.0; do
+        # Each in its own: openenv needs an older fastmcp.
+        local own=$venv/${package%%==*}
+        if [[ ! -x $own/bin/uvicorn ]] && ! { python3 -m venv "$own" && "$own/bin/pip" install --quiet "$package"; }; then
+            rm -rf "$own"
+            echo "NOT RUN: $package cannot be installed here (python3 with venv and PyPI are needed)"
+            return
+        fi
+    done
+    export RLOOD_MCP_PYTHON=$PWD/$venv/fastmcp/bin/python RLOOD_OPENENV_PYTHON=$PWD/$venv/openenv/bin/python
+    cargo_test -p rlood-rewards --test it -- real_package
+    cargo_test -p rlood --test it -- tools::
+}
+
 section hub "python3 with venv, PyPI" crates/hub src/http/pushes src/http/pushes.rs
 hub() {
     local venv=target/hub-client

@@ -88,6 +88,7 @@ mod rollout_servers;
 mod runtimes;
 mod scale;
 mod secrets;
+mod served_as_trained;
 mod server;
 #[path = "../../crates/rewards/tests/it/service.rs"]
 #[expect(dead_code, reason = "the tests of the rewards use the rest")]

@@ -402,6 +402,10 @@ async fn a_seed_gives_the_same_answer_beside_others_and_the_tokenizer_is_served(
         let info = server.get(&format!("{prefix}/tokenizer_info")).await;
         assert!(info["eos_token"].is_string(), "{info}");
     }
+    let beyond = post(&server, "/detokenize", &json!({"tokens": [ids[0], 4_000_000_000_u32]})).await;
+    assert_eq!(beyond.status(), 400);
+    let beyond: Value = beyond.json().await.unwrap();
+    assert_eq!((&beyond["error"]["param"], &beyond["error"]["code"]), (&json!("tokens"), &json!("invalid_token")));
     let of_path =
         asked(&server, &format!("/serve/{job}/v1/completions"), json!({"prompt": PROMPT, "max_tokens": 3})).await;
     assert!(of_path["model"].as_str().unwrap().starts_with("ckpt_"));

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -225,6 +226,55 @@ def check_langchain(server, job):
     print("figure: LangChain: invoke, stream and batch agree")
 
 
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates an arithmetic expression.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+
+
+def add(expression):
+    return str(sum(int(number) for number in expression.split("+")))
+
+
+def check_agent(binary, directory):
+    """The demo trains a model to call a calculator; the openai package then plays with the adapter, and adds the numbers itself."""
+    command = [binary, "demo", "--agent", "--data-dir", str(directory / "agent")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        lines = iter(process.stdout.readline, "")
+        url = next(line for line in lines if line.startswith("listening on ")).split()[-1]
+        next(line for line in lines if "serving until Ctrl-C" in line)
+        with urllib.request.urlopen(f"{url}/jobs") as answer:
+            job = json.load(answer)["data"][0]["id"]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        sums = [line["prompt"] for line in map(json.loads, open(ROOT / "assets/agent-data/heldout.jsonl"))][:20]
+        right = 0
+        for messages in sums:
+            settings = dict(model=job, tools=[CALCULATOR], temperature=0, max_completion_tokens=24)
+            first = client.chat.completions.create(messages=messages, tool_choice="auto", **settings).choices[0]
+            if first.finish_reason != "tool_calls":
+                continue
+            call = first.message.tool_calls[0]
+            assert call.function.name == "calculator", call
+            result = add(json.loads(call.function.arguments)["expression"])
+            spoken = [*messages, first.message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+            second = client.chat.completions.create(messages=spoken, **settings).choices[0]
+            assert second.finish_reason == "stop", second
+            asked = messages[-1]["content"].removeprefix("What is ").removesuffix("?")
+            right += second.message.content.strip() == add(asked)
+        plain = client.chat.completions.create(messages=sums[0], tool_choice="none", **settings).choices[0]
+        assert plain.message.tool_calls is None and plain.finish_reason != "tool_calls", plain
+        assert right >= 18, f"{right} of {len(sums)} sums are right"
+        print(f"figure: openai, calculator: {right} of {len(sums)} held-out sums right, each by a call of the tool")
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
 def main():
     binary = sys.argv[1]
     os.environ.setdefault("OPENAI_API_KEY", "none")
@@ -241,6 +291,7 @@ def main():
             check_lm_eval(server, directory)
         finally:
             server.stop()
+        check_agent(binary, directory)
 
 
 main()

@@ -166,6 +166,8 @@ pub struct Episodes<'a> {
     pub num_generations: NonZeroUsize,
     /// The root key of the completions, and that of the environment's seeds.
     pub keys: (Key, Key),
+    /// Number of tokens that the model can read.
+    pub max_positions: usize,
 }
 
 /// Plays all episodes of a rollout: `num_generations` for each of these rows.
@@ -288,6 +290,14 @@ impl Game<'_> {
         let first = self.renderer.first(&all, messages.len(), &tools).map_err(|error| error.to_string())?;
         if first.ids.is_empty() {
             return Err("the prompt of the episode is empty".to_owned());
+        }
+        let (num_tokens, most) = (first.ids.len(), self.episodes.max_positions);
+        let episode_tokens = self.environment.max_episode_tokens as usize;
+        if num_tokens + episode_tokens > most {
+            return Err(format!(
+                "the prompt of the episode has {num_tokens} tokens with the environment's messages and tools, and the model reads {most}: \
+                 shorten them, or lower environment.max_episode_tokens ({episode_tokens})"
+            ));
         }
         if !first.ids.starts_with(player.shared()) {
             return Err(

@@ -205,6 +205,7 @@ impl Rollouts<'_> {
                 prompts: self.data.prompts_of(id.phase),
                 num_generations: self.num_generations(id),
                 keys: (key, self.environment_key(id)),
+                max_positions: self.model.policy.card().max_position_embeddings,
             };
             let mut groups = episodes::play(&mut RolloutTable { rollouts: self, id, key, sampler }, &episodes, rows)?;
             if !id.is_trained() {

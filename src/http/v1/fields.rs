@@ -235,6 +235,18 @@ fn random_seed() -> u64 {
     ulid::Ulid::generate().random() as u64
 }
 
+/// Fails if an id is not one of the model's.
+pub(super) fn check_ids(field: &str, ids: &[u32], facts: &Facts) -> Result<(), Problem> {
+    let vocab_size = facts.card.config.vocab_size;
+    match ids.iter().find(|id| **id as usize >= vocab_size) {
+        None => Ok(()),
+        Some(id) => {
+            let detail = format!("token id {id} is not below the model's vocab_size {vocab_size}");
+            Err(invalid(field, "invalid_token", detail))
+        }
+    }
+}
+
 /// Checks the tokens of a prompt, and limits those of the answer to the model's context.
 ///
 /// # Errors
@@ -246,14 +258,10 @@ pub(super) fn fit(
     facts: &Facts,
 ) -> Result<u32, Problem> {
     let context = facts.card.max_position_embeddings as u64;
-    let vocab_size = facts.card.config.vocab_size;
     if ids.is_empty() {
         return Err(invalid("prompt", "empty_prompt", "the prompt has no tokens: write some text"));
     }
-    if let Some(id) = ids.iter().find(|id| **id as usize >= vocab_size) {
-        let detail = format!("token id {id} is not below the model's vocab_size {vocab_size}");
-        return Err(invalid("prompt", "invalid_token", detail));
-    }
+    check_ids("prompt", ids, facts)?;
     let length = ids.len() as u64;
     let room = context.saturating_sub(length);
     let too_long = |detail: String| {

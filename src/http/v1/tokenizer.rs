@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 
 use super::Facts;
 use super::chat::rendered;
-use super::fields::invalid;
+use super::fields::{check_ids, invalid};
 use super::names::resolve;
 use super::tools::ToolUse;
 use crate::http::AppState;
@@ -103,6 +103,7 @@ pub(super) async fn detokenize(
     Json(body): Json<DetokenizeRequest>,
 ) -> Result<Json<Detokenized>, Problem> {
     let facts = facts(&state, &caller, body.model.as_deref()).await?;
+    check_ids("tokens", &body.tokens, &facts)?;
     let decode = move || {
         let text = facts.text.decode(&body.tokens, false);
         text.map_err(|error| invalid("tokens", "invalid_token", error.to_string()))

@@ -403,7 +403,11 @@ fn a_forgotten_episode_begins_again_and_one_that_stays_lost_has_no_reward() {
 #[test]
 fn answers_that_are_not_valid_leave_the_episode_without_a_reward_and_say_why() {
     let (_dir, model) = model();
-    let cases: [(Rules, &str); 6] = [
+    let cases: [(Rules, &str); 7] = [
+        (
+            |_, _| Reply::Reset(ResetAnswer { messages: vec![user("long ".repeat(5000))], ..Default::default() }),
+            "tokens with the environment's messages and tools, and the model reads",
+        ),
         (
             |_, _| {
                 Reply::Reset(ResetAnswer {
