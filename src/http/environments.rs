@@ -239,6 +239,7 @@ impl Place<'_> {
             prompts,
             num_generations: NonZeroUsize::MIN,
             keys: (Key::new(test.seed, Stream::Generate), Key::new(test.seed, Stream::Environment)),
+            max_positions: test.chosen.facts.card.max_position_embeddings,
         };
         let rows: Vec<u64> = (0..prompts.len() as u64).collect();
         let groups = play(self, &episodes, &rows).map_err(|error| with_causes(&error))?;
