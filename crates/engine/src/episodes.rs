@@ -36,6 +36,8 @@ struct Player {
     prompt: Vec<u32>,
     /// Number of them that all episodes of the group begin with; 0 before that is known.
     num_shared: usize,
+    /// Maximum number of tokens after the prompt: those that the job allows and the model can read.
+    max_tokens: usize,
     segments: Vec<Segment>,
     tools: Tools,
     session: Option<String>,
@@ -82,6 +84,7 @@ impl Player {
             id: EpisodeId { row, index, attempt: 0 },
             prompt: Vec::new(),
             num_shared: 0,
+            max_tokens: 0,
             segments: Vec::new(),
             tools: Tools::default(),
             session: None,
@@ -292,11 +295,12 @@ impl Game<'_> {
             return Err("the prompt of the episode is empty".to_owned());
         }
         let (num_tokens, most) = (first.ids.len(), self.episodes.max_positions);
-        let episode_tokens = self.environment.max_episode_tokens as usize;
-        if num_tokens + episode_tokens > most {
+        player.max_tokens = (self.environment.max_episode_tokens as usize).min(most.saturating_sub(num_tokens));
+        if player.max_tokens < self.turn_tokens {
             return Err(format!(
-                "the prompt of the episode has {num_tokens} tokens with the environment's messages and tools, and the model reads {most}: \
-                 shorten them, or lower environment.max_episode_tokens ({episode_tokens})"
+                "the prompt of the episode has {num_tokens} tokens with the environment's messages and tools, the model reads {most}, and a \
+                 turn may have {} (sampling.max_completion_length): shorten the messages, or lower the limit",
+                self.turn_tokens
             ));
         }
         if !first.ids.starts_with(player.shared()) {
@@ -371,7 +375,7 @@ impl Game<'_> {
         }
         player.errors_in_a_row = if invalid.is_some() { player.errors_in_a_row + 1 } else { 0 };
         let turns_left = (self.environment.max_turns as usize).saturating_sub(number + 1);
-        let tokens_left = (self.environment.max_episode_tokens as usize).saturating_sub(player.num_tokens());
+        let tokens_left = player.max_tokens.saturating_sub(player.num_tokens());
         let has_room = tokens_left >= self.turn_tokens + MIN_OBSERVATION_TOKENS;
         let gives_up = invalid.is_some()
             && (self.environment.on_parse_error == OnParseError::End
@@ -470,7 +474,7 @@ impl Game<'_> {
     /// Appends messages to an episode, or ends it if there is no room for them and another turn.
     fn append(&self, player: &mut Player, sampled: &[u32], messages: Vec<Value>) {
         let used = player.num_tokens();
-        let room = (self.environment.max_episode_tokens as usize).saturating_sub(used + self.turn_tokens);
+        let room = player.max_tokens.saturating_sub(used + self.turn_tokens);
         let most = room.min(self.environment.max_observation_tokens as usize);
         let suffix = match self.renderer.next(sampled, &messages, most) {
             Ok(suffix) => suffix,

@@ -406,7 +406,7 @@ fn answers_that_are_not_valid_leave_the_episode_without_a_reward_and_say_why() {
     let cases: [(Rules, &str); 7] = [
         (
             |_, _| Reply::Reset(ResetAnswer { messages: vec![user("long ".repeat(5000))], ..Default::default() }),
-            "tokens with the environment's messages and tools, and the model reads",
+            "tokens with the environment's messages and tools, the model reads",
         ),
         (
             |_, _| {
@@ -471,6 +471,29 @@ fn answers_that_are_not_valid_leave_the_episode_without_a_reward_and_say_why() {
             .collect();
         assert!(totals.iter().any(Option::is_none), "{totals:?}");
     }
+}
+
+#[test]
+fn an_episode_with_a_long_opening_ends_where_the_model_can_read_no_more() {
+    let (_dir, model) = model();
+    let mut host = Playing::new(|_, ask| match ask {
+        Ask::Reset(_) => Reply::Reset(ResetAnswer { messages: vec![user("0".repeat(180))], ..ResetAnswer::default() }),
+        Ask::Step(step) => {
+            assert!(step.tokens_left < 60, "{}", step.tokens_left);
+            Reply::Step(StepAnswer { messages: vec![user("a")], reward: Some(1.0), ..StepAnswer::default() })
+        }
+        Ask::Close(_) => Reply::Closed,
+    });
+    assert_eq!(host.run(&model, &plan_of(EnvironmentPlan { max_turns: 50, ..environment() })), None);
+    let mut stops = Vec::new();
+    for group in host.groups() {
+        for one in &group.completions {
+            let prompt = group.prompt_ids.as_ref().map_or(0, Vec::len);
+            assert!(prompt > 180 && prompt + one.segments.num_tokens() <= 256, "{prompt}");
+            stops.push(one.episode.as_ref().unwrap().stop);
+        }
+    }
+    assert!(stops.contains(&EpisodeStop::MaxTokens), "{stops:?}");
 }
 
 #[test]
