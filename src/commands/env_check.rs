@@ -19,8 +19,8 @@ use crate::event::{FinishReason, SamplePhase};
 use crate::id::JobId;
 use crate::reward::webhook::MAX_ANSWER_BYTES;
 use crate::reward::webhook::environment_wire::{
-    AnswerKind, Problem, RequestEnvironment, RequestEpisode, RequestHeader, RequestJob, RequestReply, VERSION, ping_body,
-    read, request_body,
+    AnswerKind, Problem, RequestEnvironment, RequestEpisode, RequestHeader, RequestJob, RequestReply, VERSION,
+    ping_body, read, request_body,
 };
 use crate::spec::{EnvironmentPlan, read_single_environment};
 
@@ -219,7 +219,8 @@ impl Check {
     async fn poll_status(&self, question: &Question, got: Got) -> Result<Got, String> {
         let accepted: Value = serde_json::from_slice(&got.body).unwrap_or_default();
         let Some(status_url) = accepted["status_url"].as_str() else { return Ok(got) };
-        let url = self.wire.url.join(status_url).map_err(|why| format!("the status_url of the 202 is not a URL: {why}"))?;
+        let url =
+            self.wire.url.join(status_url).map_err(|why| format!("the status_url of the 202 is not a URL: {why}"))?;
         let start = Instant::now();
         while start.elapsed() < self.wire.timeout {
             tokio::time::sleep(ASK_STATUS).await;
@@ -227,7 +228,9 @@ impl Check {
             match polled.status {
                 202 | 204 | 408 | 425 | 429 | 500.. => {}
                 200 => return Ok(Got { latency: got.latency + start.elapsed(), ..polled }),
-                status => return Err(format!("the server answered 202, and its status_url {status}{}", polled.excerpt())),
+                status => {
+                    return Err(format!("the server answered 202, and its status_url {status}{}", polled.excerpt()));
+                }
             }
         }
         let timeout_ms = self.wire.timeout.as_millis();

@@ -17,6 +17,8 @@ use serde_json::{Value, json};
 
 use crate::processes::{Server, register, signal};
 
+mod late;
+
 const STEPS: u64 = 4;
 const SECRET: &str = "whsec_MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=";
 
@@ -32,6 +34,10 @@ struct Inner {
     executed: Mutex<BTreeMap<String, u32>>,
     closed: Mutex<u32>,
     is_down: AtomicBool,
+    /// Receives the requests with their answers, which are then given by callback; without it answers are given at once.
+    callbacks: Mutex<Option<tokio::sync::mpsc::UnboundedSender<(Value, Value)>>>,
+    /// Number of requests with each id.
+    asked: Mutex<BTreeMap<String, u32>>,
     /// Requests that broke the contract.
     flaws: Mutex<Vec<String>>,
 }
@@ -101,6 +107,7 @@ async fn answer(State(environment): State<Environment>, headers: HeaderMap, body
     };
     let mut last = inner.last.lock().unwrap();
     if let Some((known, answer)) = last.get(&episode).filter(|(known, _)| known["id"] == body["id"]) {
+        *inner.asked.lock().unwrap().entry(id.to_owned()).or_default() += 1;
         if known != &body {
             flaw("another body under the same id");
         }
@@ -108,6 +115,11 @@ async fn answer(State(environment): State<Environment>, headers: HeaderMap, body
     }
     *inner.executed.lock().unwrap().entry(format!("{episode} {}", body["turn"])).or_default() += 1;
     last.insert(episode, (body.clone(), reply.clone()));
+    *inner.asked.lock().unwrap().entry(id.to_owned()).or_default() += 1;
+    if let Some(callbacks) = inner.callbacks.lock().unwrap().as_ref() {
+        callbacks.send((body, reply)).unwrap();
+        return (StatusCode::ACCEPTED, Json(json!({"eta_ms": 1000}))).into_response();
+    }
     Json(reply).into_response()
 }
 
@@ -130,7 +142,11 @@ fn spec(url: &str) -> Value {
 }
 
 async fn start(dir: &Path) -> Server {
-    let server = Server::start(&dir.join("data"), "cpu");
+    start_with(dir, &[]).await
+}
+
+async fn start_with(dir: &Path, flags: &[&str]) -> Server {
+    let server = Server::start_with(&dir.join("data"), "cpu", flags);
     register(&server, "tiny", &Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny")).await;
     server
 }

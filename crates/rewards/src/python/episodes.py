@@ -165,7 +165,7 @@ class EpisodeServer(Server):
         self.forget_after = settings["forget_after_s"]
         self.lock = threading.Lock()
         self.episodes = {}
-        self.answering = 0
+        self.answers, self.answering = Answers(), 0
         super().__init__(listening, settings, EpisodeHandler)
         threading.Thread(target=self.forget, daemon=True).start()
 
@@ -182,10 +182,10 @@ class EpisodeServer(Server):
         if not is_stepped(kind) and not tools:
             text = "class '%s' has neither a method step(message) nor public methods that can be tools"
             raise NotLoaded("class_not_usable", text % name)
-        return {"version": "1", "tools": tools, "reply_modes": ["sync"]}
+        return {"version": "1", "tools": tools, "reply_modes": ["sync", "async"]}
 
     def under_way(self):
-        return self.answering
+        return self.answering + self.answers.under_way()
 
     def stop(self):
         pass
@@ -287,6 +287,19 @@ class EpisodeServer(Server):
         return episode.sent
 
 
+def compute_turn(server, name, request, key, answer):
+    """Computes the answer to a reset or a step."""
+    body = b""
+    try:
+        body = server.answer(name, request)
+    except Refused as refused:
+        answer.refused = refused
+    except BaseException as error:
+        say("a request to '%s' failed: %s" % (name, told(error)))
+        answer.refused = Refused(500, told(error)[:MESSAGE_CHARS], "internal")
+    server.answers.finish(key, body, keep=True)
+
+
 class EpisodeHandler(Handler):
     """Answers requests of the environment contract."""
 
@@ -307,11 +320,25 @@ class EpisodeHandler(Handler):
         with self.server.lock:
             self.server.answering += 1
         try:
-            self.reply(200, self.server.answer(name, request))
+            self.play(name, request, (name, request["id"], hashlib.sha256(body).digest()))
             self.wfile.flush()
         finally:
             with self.server.lock:
                 self.server.answering -= 1
+
+    def play(self, name, request, key):
+        """Answers a reset or a step: at once, or with 202 if that takes longer."""
+        answer, is_new = self.begun(key, request)
+        if is_new:
+            # On its own thread, since the client may disconnect and repeat the request.
+            threading.Thread(target=compute_turn, args=(self.server, name, request, key, answer), daemon=True).start()
+        if not answer.done.wait(SYNC_WAIT_S):
+            return self.say_accepted(request, answer)
+        # The episode has the answer to its last request; an error is given once, and the next try computes the answer again.
+        self.server.answers.forget(key)
+        if answer.refused is not None:
+            raise answer.refused
+        self.reply(200, answer.body)
 
     def key(self, name, request):
         return (name, request["episode"]["id"], request["episode"]["attempt"])

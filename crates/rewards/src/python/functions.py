@@ -29,7 +29,7 @@ MAX_SAMPLES = 1024
 MAX_BYTES = 66 << 20
 # Maximum difference between a request's timestamp and this clock, in seconds.
 TOLERANCE_S = 300
-# A request that takes longer is answered with 202, and its results are published at its status address. In seconds.
+# A request that takes longer is answered with 202, and its results, or its turn's answer, are published at its status address. In seconds.
 SYNC_WAIT_S = 10.0
 # Maximum number of requests that are computed or wait for a worker. Further requests get a 429.
 MAX_UNDER_WAY = 256

@@ -11,6 +11,8 @@ class Answer:
         self.compute_until = time.monotonic() + seconds * 0.9
         self.token = random_secrets.token_urlsafe(16)
         self.body = None
+        # The error instead of a body.
+        self.refused = None
 
 
 class Answers:
@@ -47,6 +49,12 @@ class Answers:
                     break
                 self.drop(old)
             answer.done.set()
+
+    def forget(self, key):
+        """Removes a finished answer that need not be given again from here."""
+        with self.lock:
+            if key in self.by_key and self.by_key[key].done.is_set():
+                self.drop(key)
 
     def drop(self, key):
         answer = self.by_key.pop(key)
@@ -187,8 +195,35 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(refused)
 
     def get(self, path):
+        if path.startswith("/status/"):
+            return self.status(path[len("/status/") :])
         endpoints = ["/" + name for name in self.server.names_served]
         self.say(200, {"service": self.server.title, "contract": "1", "endpoints": endpoints})
+
+    def status(self, token):
+        """Answers a poll for the result of a request that was accepted with 202."""
+        verify(self.server.keys, self.headers, b"")
+        answer = self.server.answers.by_token.get(token)
+        if answer is None:
+            raise Refused(404, "request not found")
+        if not answer.done.wait(1.0):
+            return self.say(202, {"eta_ms": 1000})
+        if answer.refused is not None:
+            # The repeated request gets the error itself.
+            raise Refused(404, "the request failed: send it again", answer.refused.code)
+        self.reply(200, answer.body)
+
+    def begun(self, key, request):
+        """Returns the state of a request, and whether it is new."""
+        deadline_ms = request.get("deadline_ms")
+        good = isinstance(deadline_ms, (int, float)) and not isinstance(deadline_ms, bool) and deadline_ms > 0
+        answer, is_new = self.server.answers.begin(key, min(deadline_ms / 1000.0, KEPT_S) if good else 300.0)
+        if answer is None:
+            raise Refused(429, "too many requests are waiting", "busy")
+        return answer, is_new
+
+    def say_accepted(self, request, answer):
+        self.say(202, {"id": request["id"], "eta_ms": 1000, "status_url": "/status/" + answer.token})
 
     def do_POST(self):
         try:
@@ -261,17 +296,6 @@ class Handler(BaseHTTPRequestHandler):
 class RewardHandler(Handler):
     """Answers requests of the reward contract."""
 
-    def get(self, path):
-        if not path.startswith("/status/"):
-            return super().get(path)
-        verify(self.server.keys, self.headers, b"")
-        answer = self.server.answers.by_token.get(path[len("/status/") :])
-        if answer is None:
-            raise Refused(404, "request not found")
-        if not answer.done.wait(1.0):
-            return self.say(202, {"eta_ms": 1000})
-        self.reply(200, answer.body)
-
     def post(self, body):
         request = read_request(body)
         function = self.served("", "score")
@@ -280,19 +304,14 @@ class RewardHandler(Handler):
         self.score(function, request, body)
 
     def score(self, function, request, body):
-        deadline_ms = request.get("deadline_ms")
-        good = isinstance(deadline_ms, (int, float)) and not isinstance(deadline_ms, bool) and deadline_ms > 0
-        seconds = min(deadline_ms / 1000.0, KEPT_S) if good else 300.0
         key = (function, request["id"], hashlib.sha256(body).digest())
-        answer, is_new = self.server.answers.begin(key, seconds)
-        if answer is None:
-            raise Refused(429, "too many requests are waiting", "busy")
+        answer, is_new = self.begun(key, request)
         if is_new:
             arguments = (self.server, function, request, key, answer)
             threading.Thread(target=compute, args=arguments, daemon=True).start()
         if answer.done.wait(SYNC_WAIT_S):
             return self.reply(200, answer.body)
-        self.say(202, {"id": request["id"], "eta_ms": 1000, "status_url": "/status/" + answer.token})
+        self.say_accepted(request, answer)
 
 
 def is_address(name):

@@ -33,7 +33,8 @@ pub fn plan(url: &str) -> EnvironmentPlan {
 }
 
 fn client(service: &Service, job: JobId, book: Option<Arc<Book>>) -> EnvironmentClient {
-    client_of(&plan(&service.url()), job).with_journal(book.map(|book| book as Arc<dyn rlood_rewards::journal::Journal>))
+    client_of(&plan(&service.url()), job)
+        .with_journal(book.map(|book| book as Arc<dyn rlood_rewards::journal::Journal>))
 }
 
 pub fn client_of(plan: &EnvironmentPlan, job: JobId) -> EnvironmentClient {

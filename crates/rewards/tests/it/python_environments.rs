@@ -141,6 +141,45 @@ async fn a_turn_is_answered_once_and_its_answer_repeated_and_errors_leave_no_tra
     good(&server, "Clock", &step("ep_c", 0, "x")).await;
 }
 
+/// Polls the `status_url` of a 202 until there is another status.
+async fn polled(server: &PythonServer, accepted: &(u16, String)) -> (u16, String) {
+    assert_eq!(accepted.0, 202, "{accepted:?}");
+    let accepted: Value = serde_json::from_str(&accepted.1).unwrap();
+    let url = format!("http://{}{}", server.address, accepted["status_url"].as_str().unwrap());
+    let client = restricted_client_builder(&loopback()).build().unwrap();
+    assert_eq!(client.get(&url).send().await.unwrap().status(), 401, "polls are signed");
+    loop {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+        let signature = Key::parse(SECRET).unwrap().sign("env_poll", now, b"");
+        let request = client.get(&url).header("webhook-id", "env_poll").header("webhook-timestamp", now.to_string());
+        let answer = request.header("webhook-signature", signature).send().await.unwrap();
+        if answer.status() != 202 {
+            return (answer.status().as_u16(), answer.text().await.unwrap());
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_slow_turn_is_accepted_and_answered_at_its_status_address_and_taken_once() {
+    let Some(server) = started(&settings("games.py", &["Guess"], None)) else { return };
+    let ping = json!({"type": "env.ping", "version": "1", "id": "env_ping"});
+    assert_eq!(good(&server, "Guess", &ping).await["reply_modes"], json!(["sync", "async"]));
+    for episode in ["ep_s", "ep_f"] {
+        good(&server, "Guess", &reset(episode, json!({"name": "Ann"}))).await;
+    }
+    let (slow, failing) = (step("ep_s", 0, "slow 1"), step("ep_f", 0, "slow boom"));
+    let (accepted, refused) = tokio::join!(post(&server, "Guess", &slow), post(&server, "Guess", &failing));
+    let answer = polled(&server, &accepted).await;
+    assert!(answer.0 == 200 && answer.1.contains("guess 1"), "{answer:?}");
+    assert_eq!(post(&server, "Guess", &slow).await, answer, "the repeated request has the same bytes");
+    assert_eq!(post(&server, "Guess", &slow).await, answer);
+    assert_eq!(good(&server, "Guess", &step("ep_s", 1, "2")).await["messages"][0]["content"], "guess 2");
+    // A failure is not an answer: the request is to be sent again, gets the error, and is then tried anew.
+    assert_eq!(code(&polled(&server, &refused).await), is(404, "exception"));
+    assert_eq!(code(&post(&server, "Guess", &failing).await), is(500, "exception"));
+    assert_eq!(good(&server, "Guess", &step("ep_f", 0, "1")).await["messages"][0]["content"], "guess 1");
+}
+
 #[tokio::test]
 async fn requests_are_checked_and_answered_side_by_side() {
     let Some(server) = started(&settings("games.py", &["Guess"], None)) else { return };
