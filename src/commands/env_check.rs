@@ -2,6 +2,7 @@
 //! that a job would never send, and prints each problem with a fix.
 
 mod episodes;
+mod later;
 mod rejections;
 mod turns;
 
@@ -136,6 +137,7 @@ impl Check {
                 self.tolerance().await;
                 self.unknown_episode().await;
                 self.concurrency().await;
+                self.asynchronous().await;
                 self.close().await;
             }
             self.signatures(begins).await;

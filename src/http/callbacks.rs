@@ -17,7 +17,7 @@ use crate::callback::{CallbackTerms, Chunk, Flaw};
 use crate::config::random_token;
 use crate::id::RewardRequestId;
 use crate::reward::webhook::MAX_ANSWER_BYTES;
-use crate::reward::webhook::environment_wire::{AnswerKind, ResetReply, StepReply, read_callback};
+use crate::reward::webhook::environment_wire::{AnswerKind, StepReply, read_callback};
 use crate::store::{Counted, Received, StoreError, clock_ms};
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -61,16 +61,15 @@ struct TakenView {
 
 /// The answer to a question, as in a response.
 #[derive(Deserialize, ToSchema)]
-#[serde(untagged)]
-#[expect(
-    dead_code,
-    reason = "only the schema in the OpenAPI document; the handler knows which of them the question has"
-)]
-enum EnvironmentCallback {
-    /// The answer to `env.step.request`.
-    Step(StepReply),
-    /// The answer to `env.reset.request`.
-    Reset(ResetReply),
+#[expect(dead_code, reason = "only the schema in the OpenAPI document; the handler knows which question is answered")]
+struct EnvironmentCallback {
+    /// The answer to a turn; that to a reset has its `messages` and `session`.
+    #[serde(flatten)]
+    answer: StepReply,
+    /// The tools that the model may call, in the answer to a reset.
+    #[serde(default)]
+    #[schema(value_type = Vec<Object>)]
+    tools: Vec<serde_json::Value>,
 }
 
 /// Answer a request to a reward service later

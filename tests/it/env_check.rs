@@ -52,7 +52,12 @@ impl Game {
         };
         let kind = request["type"].as_str().unwrap_or_default();
         if kind == "env.ping" {
-            return if self.has("ping") { text(500, "oops") } else { ok(&json!({"version": "1"})) };
+            return match self.flaw {
+                "ping" => text(500, "oops"),
+                "async" | "calls back" => ok(&json!({"version": "1", "reply_modes": ["sync", "async"]})),
+                "reply_modes" => ok(&json!({"version": "1", "reply_modes": "async"})),
+                _ => ok(&json!({"version": "1"})),
+            };
         }
         if request["version"] != "1" {
             let fails = self.has("unknown_version") && request["version"] == "2";
@@ -81,6 +86,15 @@ impl Game {
                 let role = if self.has("reset") { "assistant" } else { "user" };
                 let answer = json!({"version": "1", "id": id, "messages": [{"role": role, "content": content}], "tools": [tool]});
                 last.insert(key, (-1, id.clone(), answer.clone(), false));
+                if let Some(url) = request["reply"]["callback_url"].as_str() {
+                    let token = if self.has("async") { "forged" } else { request["reply"]["token"].as_str().unwrap() };
+                    let call = reqwest::Client::builder().no_proxy().build().unwrap().post(url).bearer_auth(token);
+                    let expected = if self.has("async") { 401 } else { 200 };
+                    tokio::spawn(async move {
+                        assert_eq!(call.json(&answer).send().await.unwrap().status(), expected);
+                    });
+                    return text(202, "");
+                }
                 ok(&answer)
             }
             "env.step.request" => self.step(&request, &key, &count),
@@ -164,6 +178,14 @@ async fn a_server_that_keeps_the_contract_passes_everything() {
 }
 
 #[tokio::test]
+async fn a_server_that_answers_later_is_called_back() {
+    let report = examined("calls back").await;
+    assert!(report.ok, "{:#?}", report.findings);
+    let finding = report.findings.iter().find(|finding| finding.check == "async").unwrap();
+    assert!(finding.detail.contains("answered 202, and called back"), "{finding:#?}");
+}
+
+#[tokio::test]
 async fn every_broken_rule_is_named() {
     for (flaw, outcome) in [
         ("ping", Outcome::Failed),
@@ -186,6 +208,8 @@ async fn every_broken_rule_is_named() {
         ("concurrency", Outcome::Warning),
         ("close", Outcome::Warning),
         ("malformed", Outcome::Failed),
+        ("async", Outcome::Failed),
+        ("reply_modes", Outcome::Warning),
     ] {
         let report = examined(flaw).await;
         let found = named(&report, outcome);

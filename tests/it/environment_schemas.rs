@@ -129,6 +129,15 @@ fn answers_that_break_the_contract_do_not_fit() {
         assert!(complaint("env-step-answer.schema.json", &answer).is_some(), "{answer}");
     }
     assert!(complaint("env-reset-answer.schema.json", &json!({"tools": {}})).is_some());
+    for callback in [json!({"reward": 0.5, "done": true}), json!({"session": "s", "tools": []}), json!({})] {
+        fits("env-callback.schema.json", &callback);
+    }
+    for callback in [json!({"reward": "1"}), json!({"tools": {}}), json!({"version": "2"})] {
+        assert!(complaint("env-callback.schema.json", &callback).is_some(), "{callback}");
+    }
+    fits("env-accepted.schema.json", &json!({"eta_ms": 5, "status_url": "/s"}));
+    fits("env-accepted.schema.json", &json!({}));
+    fits("env-ping-answer.schema.json", &json!({"version": "1", "reply_modes": ["sync", "async"]}));
     assert!(complaint("env-reset.schema.json", &json!({"type": "env.reset.request", "version": "1"})).is_some());
     let step = json!({"type": "env.reset.request", "version": "1", "id": "env_1"});
     assert!(complaint("env-ping.schema.json", &step).is_some());

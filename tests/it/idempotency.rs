@@ -9,7 +9,7 @@ use sqlx::Connection;
 use crate::server::{Answer, Server, job};
 
 /// Read requests, and requests with their own way to be repeated: sessions and callbacks.
-const WITHOUT: [&str; 15] = [
+const WITHOUT: [&str; 16] = [
     "/v1/chat/completions",
     "/v1/completions",
     "/tokenize",
@@ -25,6 +25,7 @@ const WITHOUT: [&str; 15] = [
     "/environments/test",
     "/session",
     "/reward-callbacks/{id}",
+    "/environment-callbacks/{id}",
 ];
 
 #[test]

@@ -245,4 +245,19 @@ impl Client {
         let call = self.call(Method::POST, &["reward-callbacks", &id.to_string()]).bearer(token)?;
         self.json(call.json(results)).await
     }
+
+    /// Answers a request to an environment (`env_…`) later, with the token of the request's `reply` and an `EnvironmentCallback` of the
+    /// OpenAPI document. The first answer counts.
+    ///
+    /// # Errors
+    /// Fails with `gone` if the request no longer waits for an answer, or with any other [`Error`].
+    pub async fn take_environment_callback(
+        &self,
+        id: &str,
+        token: &str,
+        answer: &Value,
+    ) -> Result<CallbackCounts, Error> {
+        let call = self.call(Method::POST, &["environment-callbacks", id]).bearer(token)?;
+        self.json(call.json(answer)).await
+    }
 }

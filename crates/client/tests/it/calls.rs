@@ -181,6 +181,11 @@ async fn the_key_is_in_every_request_and_in_no_message() {
     let id = "rwr_01jd0000000000000000000000".parse().unwrap();
     let _ = client.take_reward_callback(id, "tok", &json!({"results": []})).await;
     assert_eq!(fake.seen().last().unwrap().headers["authorization"], "Bearer tok");
+    let _ = client.take_environment_callback("env_1", "tok", &json!({"reward": 1.0})).await;
+    let seen = fake.seen();
+    let last = seen.last().unwrap();
+    let expected = ("POST /environment-callbacks/env_1", "Bearer tok");
+    assert_eq!((last.line.as_str(), last.headers["authorization"].as_str()), expected);
 }
 
 #[tokio::test]
@@ -256,4 +261,28 @@ async fn a_generation_request_contains_only_the_given_settings() {
     let request = GenerationRequest { checkpoint: Some(2.into()), ..GenerationRequest::new("2 + 2?") };
     assert_eq!(fake.client().generate(id, &request).await.unwrap_err().status(), Some(429));
     assert_eq!(fake.seen()[4].body, br#"{"prompt":"2 + 2?","checkpoint":2}"#);
+}
+
+#[tokio::test]
+async fn a_test_of_an_environment_is_repeated_and_its_episodes_are_read() {
+    let report = json!({"ok": false, "model": "tiny", "episodes": [{
+        "turns": [{"text": "4", "num_tokens": 1, "observations": [{"role": "user", "content": "Right."}], "reward": 1.0}],
+        "return": 1.0, "stop": "env_done"}], "problems": ["one"], "exchanges": [{"latency_ms": 1.5}], "latency_ms": 12.5});
+    let fake = Fake::start(move |number, _| match number {
+        0 => Reply::nothing(),
+        1 => Reply::json(200, &report),
+        _ => Reply::problem(422, "invalid_body", false),
+    })
+    .await;
+    let request = json!({"environment": {"url": "http://e.example/"}, "rows": [{"prompt": "2 + 2?"}]});
+    let test = fake.client().test_environment(&request).await.unwrap();
+    assert_eq!(
+        (test.ok, test.model.as_str(), test.problems, test.latency_ms),
+        (false, "tiny", vec!["one".into()], 12.5)
+    );
+    assert_eq!((test.episodes[0].total, test.episodes[0].turns[0].text.as_str()), (Some(1.0), "4"));
+    let seen = fake.seen();
+    assert!(seen.len() == 2 && seen.iter().all(|seen| seen.line == "POST /environments/test"), "{seen:?}");
+    assert_eq!(serde_json::from_slice::<Value>(&seen[1].body).unwrap(), request);
+    assert_eq!(fake.client().test_environment(&request).await.unwrap_err().code(), "invalid_body");
 }
