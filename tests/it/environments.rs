@@ -226,14 +226,14 @@ async fn a_preflight_of_a_job_with_an_environment_plays_its_episodes() {
     let dir = tempfile::tempdir().unwrap();
     let server = start(dir.path()).await;
     let (environment, url) = Environment::start().await;
-    let answer = server.post("/jobs/validate?probe=true&probe_prompts=3", &spec(&url)).await;
+    let answer = server.post("/jobs/validate?probe=true&probe_prompts=4", &spec(&url)).await;
     let found = &answer["probe"];
     assert_eq!((&found["complete"], &found["error"]), (&json!(true), &Value::Null), "{answer}");
-    assert_eq!((&found["prompts"], &found["completions"]), (&json!(3), &json!(6)), "{answer}");
+    assert_eq!((&found["prompts"], &found["completions"]), (&json!(4), &json!(8)), "{answer}");
     let sample = &found["samples"][0]["rewards"];
     assert!(sample["environment"].is_number() && sample["short"].is_number(), "{answer}");
     environment.assert_no_flaw();
     let begun = environment.0.executed.lock().unwrap().keys().filter(|key| key.ends_with(" null")).count();
-    assert!(begun >= 6, "an episode for each completion: {begun}");
+    assert!(begun >= 8, "an episode for each completion: {begun}");
     assert_eq!(server.get("/jobs").await["data"], json!([]), "nothing is stored");
 }
