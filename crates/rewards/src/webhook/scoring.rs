@@ -57,47 +57,8 @@ impl ScoringRun<'_> {
                     (id, answer, false)
                 }
                 known => {
-                    let accepted = match &known {
-                        Some(JournaledRequest::Sent { later: Some(later), .. }) => later.accepted.clone(),
-                        _ => None,
-                    };
-                    // A request that the service has accepted (202) does not count toward the concurrency limit.
-                    let permit = match &accepted {
-                        Some(_) => None,
-                        None => Some(webhook.permits.acquire().await),
-                    };
-                    let request = match known {
-                        Some(JournaledRequest::Sent { id, body, later }) => {
-                            self.recreated_request(id, body, later.as_ref(), &indices)
-                        }
-                        _ => {
-                            let request = self.new_request(&indices);
-                            self.append_to_journal(key.as_deref(), |key| self.request_entry(key, &request, &indices))
-                                .await?;
-                            request
-                        }
-                    };
-                    let late = LateAnswer {
-                        webhook,
-                        request: &request,
-                        parts: self.ids(&indices),
-                        form: LateForm::Rewards,
-                        rollout: self.job.rollout,
-                        key: key.as_deref(),
-                        counts: Some(&self.counts),
-                    };
-                    let send = || self.send_until_final(&request, &indices);
-                    let accepted = accepted.map(|accepted| (accepted, request.deadline));
-                    let answer = late.await_answer(send, accepted, permit).await?;
-                    let answer = self.redacted(answer, &request.id, &indices);
-                    let entry = |key| JournalEntry::Answer {
-                        rollout: self.job.rollout,
-                        key,
-                        id: request.id.clone(),
-                        answer: answer.clone(),
-                    };
-                    self.append_to_journal(key.as_deref(), entry).await?;
-                    (request.id, answer, true)
+                    let (id, answer) = self.request_answer(known, &indices, key.as_deref()).await?;
+                    (id, answer, true)
                 }
             };
             let mut timing = Timing::InTime;
@@ -139,6 +100,56 @@ impl ScoringRun<'_> {
                 Err(problem) => self.apply_on_invalid(&indices, "invalid_answer", &problem),
             }
         })
+    }
+
+    /// Sends a request, or waits for the answer to one that a previous attempt at the job sent (`known`). Returns the request's id and its
+    /// answer, which is in the journal then.
+    async fn request_answer(
+        &self,
+        known: Option<JournaledRequest>,
+        indices: &[usize],
+        key: Option<&str>,
+    ) -> Result<(String, RewardAnswer), RewardFailure> {
+        let webhook = self.webhook;
+        let accepted = match &known {
+            Some(JournaledRequest::Sent { later: Some(later), .. }) => later.accepted.clone(),
+            _ => None,
+        };
+        // A request that the service has accepted (202) does not count toward the concurrency limit.
+        let permit = match &accepted {
+            Some(_) => None,
+            None => Some(webhook.permits.acquire().await),
+        };
+        let request = match known {
+            Some(JournaledRequest::Sent { id, body, later }) => {
+                self.recreated_request(id, body, later.as_ref(), indices)
+            }
+            _ => {
+                let request = self.new_request(indices);
+                self.append_to_journal(key, |key| self.request_entry(key, &request, indices)).await?;
+                request
+            }
+        };
+        let late = LateAnswer {
+            webhook,
+            request: &request,
+            parts: self.ids(indices),
+            form: LateForm::Rewards,
+            rollout: self.job.rollout,
+            key,
+            counts: Some(&self.counts),
+        };
+        let accepted = accepted.map(|accepted| (accepted, request.deadline));
+        let answer = late.await_answer(|| self.send_until_final(&request, indices), accepted, permit).await?;
+        let answer = self.redacted(answer, &request.id, indices);
+        let entry = |key| JournalEntry::Answer {
+            rollout: self.job.rollout,
+            key,
+            id: request.id.clone(),
+            answer: answer.clone(),
+        };
+        self.append_to_journal(key, entry).await?;
+        Ok((request.id, answer))
     }
 
     /// Sends a request until the outcome is final: a valid answer, the service's promise to answer later (202), or

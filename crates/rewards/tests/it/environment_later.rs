@@ -179,12 +179,10 @@ async fn a_status_address_is_polled_for_the_answer_to_a_reset_and_to_a_turn() {
     let posts = asking.posts();
     assert_eq!(posts.len(), 2, "a request that was taken is not sent again");
     assert_eq!(posts[0]["reply"], json!({"modes": ["sync"]}), "no public address, no callback");
-    let seen = service.seen.lock().unwrap();
-    for (headers, _) in seen.iter() {
+    for (headers, _) in service.seen.lock().unwrap().iter() {
         assert!(headers.contains_key("webhook-signature") && headers.contains_key("rlood-episode"), "{headers:?}");
     }
     // The answers are in the journal: nothing is asked again.
-    drop(seen);
     assert!(is_step(&asking.ask_one(step(0)).await.unwrap()));
     assert_eq!(asking.posts().len(), 2);
 }
