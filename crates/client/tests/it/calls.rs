@@ -264,12 +264,12 @@ async fn a_generation_request_contains_only_the_given_settings() {
 }
 
 #[tokio::test]
-async fn a_test_of_an_environment_is_repeated_and_its_episodes_are_read() {
+async fn a_test_of_an_environment_is_repeated_while_the_server_is_busy_and_its_episodes_are_read() {
     let report = json!({"ok": false, "model": "tiny", "episodes": [{
         "turns": [{"text": "4", "num_tokens": 1, "observations": [{"role": "user", "content": "Right."}], "reward": 1.0}],
         "return": 1.0, "stop": "env_done"}], "problems": ["one"], "exchanges": [{"latency_ms": 1.5}], "latency_ms": 12.5});
     let fake = Fake::start(move |number, _| match number {
-        0 => Reply::nothing(),
+        0 => Reply::problem(429, "too_many_requests", true).header("retry-after", 0),
         1 => Reply::json(200, &report),
         _ => Reply::problem(422, "invalid_body", false),
     })
