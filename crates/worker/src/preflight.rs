@@ -48,6 +48,8 @@ const MAX_SAMPLES: usize = 8;
 const MAX_SAMPLE_CHARS: usize = 4_000;
 /// Maximum number of warnings in a preflight's report.
 const MAX_WARNINGS: usize = 8;
+/// Number of runs of the training loop at most: one prompt, then all.
+const RUNS: usize = 2;
 /// Fraction of the preflight's remaining time that the second, larger run is planned to take.
 const HEADROOM: f64 = 0.8;
 /// Time limit for `reward.ping`; shorter if the time limit of the preflight is short.
@@ -99,14 +101,15 @@ async fn measure(task: PreflightTask, device: &str, deadline: Instant) -> Result
     let rewards = Rewards::with_models(&limited, &secrets, &policy, None, Some(Arc::new(models)))
         .map_err(|error| failed("reward_not_usable", error))?;
     rewards.prepare().await.map_err(|error| failed("reward_not_usable", error))?;
-    let environment = plan.environment.as_ref().map(|environment| {
+    // Each run is a job of its own for the environment: the episodes of the second one must not have the names of the first one's.
+    let environments = plan.environment.iter().flat_map(|environment| [environment; RUNS]).map(|environment| {
         let client = RewardClient::new(&policy).map_err(|error| failed("environment_not_usable", error))?;
         let mut limited = environment.clone();
         limit_service(&mut limited.service, left_ms(deadline));
         let environment = rewards.environment(&limited, &secrets, (&client, None), JobId::new());
         environment.map_err(|error| failed("environment_not_usable", error))
     });
-    let environment = environment.transpose()?;
+    let environments = environments.collect::<Result<Vec<_>, _>>()?;
     let scratch = tempfile::tempdir().map_err(|error| failed("scratch_error", error))?;
     let prompts = rows.iter().map(|(_, row)| prompt_row(row)).collect::<Option<Vec<PromptRow>>>();
     let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row of the dataset has no prompt"))?;
@@ -117,7 +120,7 @@ async fn measure(task: PreflightTask, device: &str, deadline: Instant) -> Result
         runtime: Handle::current(),
         plan,
         rewards,
-        environment,
+        environments,
         numbers: rows.iter().map(|(row, _)| *row).collect(),
         prompts,
         model_dir,
@@ -206,8 +209,8 @@ struct Preflight {
     runtime: Handle,
     plan: Plan,
     rewards: Rewards,
-    /// The environment or the tools of the job's episodes.
-    environment: Option<EpisodeServer>,
+    /// The environment or the tools of the job's episodes, once for each run; empty without them.
+    environments: Vec<EpisodeServer>,
     /// Indices in the dataset of the rows that the preflight uses.
     numbers: Vec<u64>,
     prompts: Vec<PromptRow>,
@@ -224,7 +227,7 @@ impl Preflight {
     fn run(&self) -> PreflightReport {
         let asked = self.prompts.len();
         let batch = (self.plan.training.prompts_per_step as usize).clamp(1, asked.max(1));
-        let first = self.run_steps(1, 1);
+        let first = self.run_steps(1, 1, self.environments.first());
         let left = self.deadline.saturating_duration_since(Instant::now()).as_secs_f64() - first.loading_s();
         let affordable = (left * HEADROOM / first.step_s.max(1e-3)) as usize;
         let batch = batch.min(affordable);
@@ -232,7 +235,7 @@ impl Preflight {
         let scored = first.observed.iter().any(|one| one.sample.reward.is_some());
         let runs_again = first.error.is_none() && first.is_complete() && scored && batch > 0 && asked > 1;
         let (run, error) = if runs_again {
-            let second = self.run_steps(batch, asked / batch);
+            let second = self.run_steps(batch, asked / batch, self.environments.last());
             let error = second.error.clone();
             // If the time limit stopped the second run before it had as many completions as the first one, the
             // first one is reported.
@@ -247,10 +250,15 @@ impl Preflight {
     }
 
     /// Runs `steps` steps of the job's training loop with `prompts_per_step` prompts each, without learning.
-    fn run_steps(&self, prompts_per_step: usize, steps: usize) -> PreflightRun<'_> {
+    fn run_steps<'p>(
+        &'p self,
+        prompts_per_step: usize,
+        steps: usize,
+        environment: Option<&'p EpisodeServer>,
+    ) -> PreflightRun<'p> {
         let plan = self.plan_of_run(prompts_per_step, steps);
         let used = (prompts_per_step * steps).min(self.prompts.len());
-        let mut run = PreflightRun::new(self, prompts_per_step, steps);
+        let mut run = PreflightRun::new(self, environment, prompts_per_step, steps);
         let input = TrainInput {
             plan: &plan,
             model_dir: &self.model_dir,

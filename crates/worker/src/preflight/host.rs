@@ -14,11 +14,14 @@ use crate::event::{Event, Metrics, Phase};
 use crate::id::JobId;
 use crate::job::Failure;
 use crate::reward::JobContext;
+use crate::reward::episodes::EpisodeServer;
 use crate::rollout::{RewardSample, RolloutPart, Score};
 
 /// One run of the training loop in a preflight, as recorded.
 pub(super) struct PreflightRun<'p> {
     pub(super) preflight: &'p Preflight,
+    /// The environment or the tools of this run's episodes.
+    pub(super) environment: Option<&'p EpisodeServer>,
     pub(super) prompts_per_step: usize,
     pub(super) steps: usize,
     pub(super) begun: Instant,
@@ -42,9 +45,15 @@ pub(super) struct PreflightRun<'p> {
 }
 
 impl<'p> PreflightRun<'p> {
-    pub(super) fn new(preflight: &'p Preflight, prompts_per_step: usize, steps: usize) -> Self {
+    pub(super) fn new(
+        preflight: &'p Preflight,
+        environment: Option<&'p EpisodeServer>,
+        prompts_per_step: usize,
+        steps: usize,
+    ) -> Self {
         Self {
             preflight,
+            environment,
             prompts_per_step,
             steps,
             begun: Instant::now(),
@@ -181,7 +190,7 @@ impl Host for PreflightRun<'_> {
     }
 
     fn environment(&mut self, id: RolloutId, calls: &[EpisodeCall]) -> Result<Vec<Reply>, RunEnd> {
-        let Some(environment) = &self.preflight.environment else {
+        let Some(environment) = self.environment else {
             return Err(RunEnd::Failed(EngineError::Input("the job has no environment".to_owned())));
         };
         let left = self.preflight.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(100));
