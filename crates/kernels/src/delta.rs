@@ -1,172 +1,197 @@
 //! Layers of the gated delta rule (Gated DeltaNet), as in Qwen3-Next and Qwen3.5: linear attention whose memory is one
-//! matrix for each head, instead of keys and values of all earlier tokens.
+//! matrix for each head, instead of the keys and values of all earlier tokens.
 //!
-//! A layer applies, in this order: a causal [convolution](Conv) over each channel of `[q | k | v]`, the
-//! [normalization](unit_heads) of queries and keys, the [gates](Gates) of writing and forgetting, the
-//! [delta rule](run_sequences), and a [gated norm](gated_norm).
+//! A layer applies, in this order: a causal [convolution](Conv) of each channel of `[q | k | v]` with SiLU, the division
+//! of queries and keys by their lengths, the gates beta = σ(b) and g = −exp(a_log)·softplus(a + dt_bias), the delta
+//! rule, and a gated norm. The delta rule of a value head with the memory S `[key_dim][value_dim]`, for each token:
+//! S ← exp(g)·S; δ = beta·(v − Sᵀk); S ← S + k⊗δ; o = Sᵀq. The gated norm: out = o / √(mean(o²) + eps) ∘ norm ∘ silu(z).
 //!
 //! **Bits.** A token's results depend only on the tokens of its own sequence: not on the number of threads, on the other
 //! rows of a call, or on how a sequence is divided into calls. One call with T tokens gives the same bits as T calls
-//! with one token, so that sampling and training agree. The instruction sets AVX2 and AVX-512 (and those above it)
-//! give the same bits as each other. The portable one gives the same bits as these where it has fused
-//! multiply-adds (aarch64); on x86-64 it rounds products and sums separately, so its bits are its own.
+//! with one token, so that sampling and training agree. Gradients do not depend on the number of threads either. The
+//! instruction sets AVX2 and AVX-512 (and those above it) give the same bits as each other. The portable one gives
+//! these bits on aarch64, which has fused multiply-adds; on x86-64 it rounds products and sums separately, so its bits
+//! are its own.
 
 mod backward;
 mod conv;
 mod gated_norm;
 mod gates;
+mod layer;
 mod naive;
 mod rule;
 #[cfg(test)]
 mod tests;
+mod training;
 mod unit;
 
-pub use backward::{DeltaBackward, run_sequences_backward};
+use std::ops::Range;
+
 pub use conv::Conv;
-pub use gated_norm::{GatedNorm, gated_norm, gated_norm_vjp};
-pub use gates::{Gates, GatesGradient};
-pub use rule::{DeltaRows, DeltaSequence, run_rows, run_sequences};
-pub use unit::{unit_heads, unit_heads_in_place, unit_heads_vjp};
+pub use layer::{forward, step};
+pub use training::backward;
 
 use super::floats::Floats;
 use super::simd::{Simd, load_some};
 
-/// Number of tokens between two kept states, see [`DeltaSequence::kept`].
-pub const KEPT_EVERY: usize = 64;
+/// Number of tokens between two states that the gradients need.
+const KEPT_EVERY: usize = 64;
 
-/// The sizes of a layer of the gated delta rule. A row of `qkv` is `[q heads | k heads | v heads]`.
+/// The sizes of a layer of the gated delta rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeltaHeads {
+pub struct Shape {
     /// Number of query heads, which is also the number of key heads.
-    pub num_k_heads: usize,
-    /// Number of value heads, a multiple of `num_k_heads`: value head h uses query and key head
-    /// h / (num_v_heads / num_k_heads).
-    pub num_v_heads: usize,
+    pub num_key_heads: usize,
+    /// Number of value heads, a multiple of `num_key_heads`: value head h uses query and key head
+    /// h / (num_value_heads / num_key_heads).
+    pub num_value_heads: usize,
     /// Width of a query or key head.
-    pub k_dim: usize,
+    pub key_dim: usize,
     /// Width of a value head.
-    pub v_dim: usize,
+    pub value_dim: usize,
+    /// Number of taps of the convolution.
+    pub kernel: usize,
 }
 
-impl DeltaHeads {
-    /// Creates the sizes.
-    ///
-    /// # Panics
-    /// Panics if a size is 0 or `num_v_heads` is not a multiple of `num_k_heads`.
-    pub fn new(num_k_heads: usize, num_v_heads: usize, k_dim: usize, v_dim: usize) -> Self {
-        assert!(num_k_heads > 0 && num_v_heads > 0 && k_dim > 0 && v_dim > 0, "a size of a delta layer is 0");
-        assert!(
-            num_v_heads.is_multiple_of(num_k_heads),
-            "the number of value heads {num_v_heads} is not a multiple of the number of key heads {num_k_heads}"
-        );
-        Self { num_k_heads, num_v_heads, k_dim, v_dim }
-    }
-
+impl Shape {
     /// Width of all key heads together; the query heads have the same width.
-    pub fn k_width(&self) -> usize {
-        self.num_k_heads * self.k_dim
+    pub fn key_width(&self) -> usize {
+        self.num_key_heads * self.key_dim
     }
 
     /// Width of all value heads together, which is also the width of a row of the output.
-    pub fn v_width(&self) -> usize {
-        self.num_v_heads * self.v_dim
+    pub fn value_width(&self) -> usize {
+        self.num_value_heads * self.value_dim
     }
 
-    /// Width of a row of `qkv`: the number of channels of the convolution.
+    /// Width of `[q heads | k heads | v heads]`: the number of channels of the convolution.
+    pub fn conv_width(&self) -> usize {
+        2 * self.key_width() + self.value_width()
+    }
+
+    /// Width of a row of the input, `[q heads | k heads | v heads | z | b | a]`; b and a have one value per value head.
     pub fn width(&self) -> usize {
-        2 * self.k_width() + self.v_width()
+        self.conv_width() + self.value_width() + 2 * self.num_value_heads
     }
 
     /// Number of value heads that share a key head.
-    pub fn group_size(&self) -> usize {
-        self.num_v_heads / self.num_k_heads
-    }
-
-    /// Number of values in the memory of all heads, `[num_v_heads][k_dim][v_dim]`.
-    pub fn memory_len(&self) -> usize {
-        self.num_v_heads * self.head_len()
-    }
-
-    /// Number of values in the kept states of `tokens` tokens, `[⌈tokens / 64⌉][num_v_heads][k_dim][v_dim]`.
-    pub fn kept_len(&self, tokens: usize) -> usize {
-        tokens.div_ceil(KEPT_EVERY) * self.memory_len()
+    fn heads_per_key(&self) -> usize {
+        self.num_value_heads / self.num_key_heads
     }
 
     /// Number of values in the memory of one head.
     fn head_len(&self) -> usize {
-        self.k_dim * self.v_dim
+        self.key_dim * self.value_dim
     }
 
-    /// Number of rows of `qkv`.
+    /// Number of values in the memory of all heads, `[num_value_heads][key_dim][value_dim]`.
+    fn memory_len(&self) -> usize {
+        self.num_value_heads * self.head_len()
+    }
+
+    /// Number of values in the kept states of `tokens` tokens, `[⌈tokens / 64⌉][num_value_heads][key_dim][value_dim]`.
+    fn kept_len(&self, tokens: usize) -> usize {
+        tokens.div_ceil(KEPT_EVERY) * self.memory_len()
+    }
+
+    /// Number of rows of `[q heads | k heads | v heads]`.
     fn rows_of(&self, qkv: &[f32]) -> usize {
-        let rows = qkv.len() / self.width();
-        assert_eq!(qkv.len(), rows * self.width(), "the length of qkv is not a multiple of its row's width");
+        let rows = qkv.len() / self.conv_width();
+        assert_eq!(qkv.len(), rows * self.conv_width(), "the length of qkv is not a multiple of its row's width");
         rows
     }
+
+    /// Columns of z in a row of the input.
+    fn z(&self) -> Range<usize> {
+        self.conv_width()..self.conv_width() + self.value_width()
+    }
+
+    /// Columns of b in a row of the input; those of a follow.
+    fn b(&self) -> Range<usize> {
+        let first = self.conv_width() + self.value_width();
+        first..first + self.num_value_heads
+    }
 }
 
-/// The state of one sequence in one layer: the memory of the delta rule, and the convolution's last inputs. The memory
-/// is aligned to cache lines. A new state is zero, as at the beginning of a sequence.
-#[derive(Clone, Debug, Default)]
-pub struct DeltaState {
-    memory: Floats,
-    memory_len: usize,
+/// The frozen weights of a layer.
+#[derive(Clone, Copy, Debug)]
+pub struct Weights<'a> {
+    /// The sizes of the layer.
+    pub shape: Shape,
+    /// The convolution over the channels of `[q | k | v]`.
+    pub conv: &'a Conv,
+    /// Logarithms of the decay rates, `[num_value_heads]`.
+    pub a_log: &'a [f32],
+    /// Biases of the step sizes, `[num_value_heads]`.
+    pub dt_bias: &'a [f32],
+    /// The weight of the gated norm, `[value_dim]`.
+    pub norm: &'a [f32],
+    /// Added to the mean of the squares in the gated norm.
+    pub eps: f32,
+}
+
+impl Weights<'_> {
+    /// Panics if the lengths of the weights do not match the shape.
+    fn check(&self) {
+        let Shape { num_key_heads, num_value_heads, key_dim, value_dim, kernel } = self.shape;
+        assert!(num_key_heads > 0 && key_dim > 0 && value_dim > 0 && kernel > 0, "a size of a delta layer is 0");
+        assert!(
+            num_value_heads > 0 && num_value_heads.is_multiple_of(num_key_heads),
+            "the number of value heads {num_value_heads} is not a multiple of the number of key heads {num_key_heads}"
+        );
+        let conv = (self.conv.channels(), self.conv.width());
+        assert_eq!(conv, (self.shape.conv_width(), kernel), "the convolution has the wrong size");
+        let gates = [self.a_log.len(), self.dt_bias.len()];
+        assert_eq!(gates, [num_value_heads; 2], "a_log and dt_bias need one value for each value head");
+        assert_eq!(self.norm.len(), value_dim, "the weight of the gated norm has the wrong length");
+    }
+}
+
+/// The state of one sequence in one layer: the memory of the delta rule, and the convolution's last inputs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct State {
+    /// The convolution's last inputs, `[kernel − 1][conv_width]`, the oldest first.
     conv: Vec<f32>,
+    /// The memory, `[num_value_heads][key_dim][value_dim]`, aligned to cache lines.
+    heads: Floats,
 }
 
-impl DeltaState {
-    /// Creates the state at the beginning of a sequence, for a convolution of `conv_width` taps.
-    pub fn new(heads: &DeltaHeads, conv_width: usize) -> Self {
-        let mut memory = Floats::default();
-        memory.zeros(heads.memory_len());
-        let conv = vec![0.0; conv_width.saturating_sub(1) * heads.width()];
-        Self { memory, memory_len: heads.memory_len(), conv }
+impl State {
+    /// Creates the state at the beginning of a sequence: zeros.
+    pub fn new(shape: &Shape) -> State {
+        let mut heads = Floats::default();
+        heads.zeros(shape.memory_len());
+        State { conv: vec![0.0; shape.kernel.saturating_sub(1) * shape.conv_width()], heads }
     }
 
-    /// Resets the state to the beginning of a sequence.
-    pub fn clear(&mut self) {
-        self.memory.fill(0.0);
-        self.conv.fill(0.0);
-    }
-
-    /// Copies another state of the same sizes into this one, without allocating.
+    /// Copies another state of the same shape into this one, without allocating.
     ///
     /// # Panics
-    /// Panics if the sizes differ.
-    pub fn copy_from(&mut self, other: &DeltaState) {
-        self.memory.copy_from_slice(&other.memory);
+    /// Panics if the shapes differ.
+    pub fn copy_from(&mut self, other: &State) {
         self.conv.copy_from_slice(&other.conv);
-    }
-
-    /// The memory of the delta rule, `[num_v_heads][k_dim][v_dim]`.
-    pub fn memory(&self) -> &[f32] {
-        &self.memory[..self.memory_len]
-    }
-
-    /// The memory of the delta rule, `[num_v_heads][k_dim][v_dim]`, for writing.
-    pub fn memory_mut(&mut self) -> &mut [f32] {
-        &mut self.memory[..self.memory_len]
-    }
-
-    /// The convolution's last inputs, `[conv_width − 1][channels]`, the oldest first.
-    pub fn conv(&self) -> &[f32] {
-        &self.conv
-    }
-
-    /// The convolution's last inputs, `[conv_width − 1][channels]`, the oldest first, for writing.
-    pub fn conv_mut(&mut self) -> &mut [f32] {
-        &mut self.conv
-    }
-
-    /// The memory and the convolution's last inputs together, for writing both.
-    pub fn parts_mut(&mut self) -> (&mut [f32], &mut [f32]) {
-        (&mut self.memory[..self.memory_len], &mut self.conv)
+        self.heads.copy_from_slice(&other.heads);
     }
 
     /// Size of the state in bytes.
     pub fn bytes(&self) -> usize {
-        (self.memory.len() + self.conv.len()) * size_of::<f32>()
+        (self.conv.len() + self.heads.len()) * size_of::<f32>()
     }
+
+    fn has(&self, shape: &Shape) -> bool {
+        self.heads.len() == shape.memory_len().next_multiple_of(16)
+            && self.conv.len() == (shape.kernel - 1) * shape.conv_width()
+    }
+}
+
+/// A sequence: consecutive rows of the input of a call. It begins with the state that another sequence ends with, or
+/// with its own state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sequence {
+    /// The rows of the sequence's tokens; may be empty. No row belongs to two sequences.
+    pub rows: Range<usize>,
+    /// The sequence that this one continues, an earlier one of the list.
+    pub after: Option<usize>,
 }
 
 /// Number of partial sums of a dot product, the same on every instruction set.

@@ -5,12 +5,12 @@ use std::ops::{Deref, DerefMut};
 /// Number of values in a cache line.
 const LINE: usize = 16;
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C, align(64))]
 struct Line([f32; LINE]);
 
 /// The cache lines of the buffer, each of 16 f32.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Floats {
     lines: Vec<Line>,
 }

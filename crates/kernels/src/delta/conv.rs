@@ -1,21 +1,12 @@
-//! The causal convolution over each channel of `[q | k | v]`, followed by SiLU.
+//! The causal convolution over each channel of `[q | k | v]`.
 
-use std::cell::RefCell;
 use std::ops::Range;
 
-use super::super::isa::Isa;
-use super::super::mlp::silu;
-use super::super::rows::{on_every_isa, over_rows};
+use super::super::rows::on_every_isa;
 use super::super::simd::{Simd, load_some, store_some};
-use super::super::threads::{Shared, Threads};
 
-/// Number of tokens of a part of the gradient's work; the last inputs of the next part are computed twice.
-const TOKENS_AT_ONCE: usize = 64;
-/// Number of channels of a part of the gradient's work.
-const CHANNELS_AT_ONCE: usize = 512;
-
-/// A causal depthwise convolution with frozen weights, followed by SiLU:
-/// out`[t][c]` = silu(bias`[c]` + Σⱼ weight`[c][j]`·x`[t − width + 1 + j][c]`). Inputs before the sequence are zeros.
+/// A causal depthwise convolution with frozen weights:
+/// out`[t][c]` = bias`[c]` + Σⱼ weight`[c][j]`·x`[t − width + 1 + j][c]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Conv {
     /// The weights, `[width][channels]`; the last tap belongs to the current token.
@@ -23,11 +14,6 @@ pub struct Conv {
     bias: Option<Vec<f32>>,
     width: usize,
     channels: usize,
-}
-
-thread_local! {
-    /// Gradients before SiLU of the last tokens, `[width][CHANNELS_AT_ONCE]`.
-    static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Conv {
@@ -52,182 +38,121 @@ impl Conv {
     pub fn channels(&self) -> usize {
         self.channels
     }
+}
 
-    /// Number of values in the state, `[width − 1][channels]`: the last inputs, the oldest first.
-    pub fn state_len(&self) -> usize {
-        (self.width - 1) * self.channels
+/// One token of a sequence: where its inputs are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Source<'a> {
+    /// Rows of the input from the sequence's first token on, each `width` wide.
+    pub x: &'a [f32],
+    pub width: usize,
+    /// Index of the token in the sequence.
+    pub token: usize,
+    /// The convolution's last inputs before the sequence, `[taps − 1][channels]`.
+    pub before: &'a [f32],
+}
+
+impl<'a> Source<'a> {
+    /// The token's own row of the input.
+    pub fn row(&self) -> &'a [f32] {
+        &self.x[self.token * self.width..(self.token + 1) * self.width]
     }
 
-    /// Computes out `[tokens][channels]` for x `[tokens][channels]` of one sequence. `state` contains the last inputs
-    /// before the call, and those of this call afterwards.
-    ///
-    /// # Panics
-    /// Panics if the lengths do not match.
-    pub fn run(&self, threads: &Threads, isa: Isa, state: &mut [f32], x: &[f32], out: &mut [f32]) {
-        let (tokens, channels) = (self.tokens(x, out), self.channels);
-        assert_eq!(state.len(), self.state_len(), "the convolution's state has the wrong length");
-        let (before, shared) = (&*state, Shared::new(out));
-        over_rows(threads, tokens, self.width * channels, |range| {
-            for token in range {
-                // Safety: each thread writes other rows, and all rows are inside the buffer.
-                unsafe { conv_row(isa, self, before, x, token, shared.part(token * channels..(token + 1) * channels)) };
-            }
-        });
-        self.advance(state, x);
+    /// The inputs of all channels that a tap reads.
+    fn input(&self, conv: &Conv, tap: usize) -> &'a [f32] {
+        let (at, before) = (self.token + tap, conv.width - 1);
+        let from = if at < before { &self.before[at * conv.channels..] } else { &self.x[(at - before) * self.width..] };
+        &from[..conv.channels]
     }
+}
 
-    /// Computes out `[rows][channels]` for one token of each of several sequences, x `[rows][channels]`, and updates
-    /// their states.
-    ///
-    /// # Panics
-    /// Panics if the lengths do not match.
-    pub fn run_rows(&self, threads: &Threads, isa: Isa, states: &mut [&mut [f32]], x: &[f32], out: &mut [f32]) {
-        let (rows, channels) = (self.tokens(x, out), self.channels);
-        assert_eq!(rows, states.len(), "the numbers of rows and of states of the convolution differ");
-        assert!(
-            states.iter().all(|state| state.len() == self.state_len()),
-            "a convolution's state has the wrong length"
-        );
-        let (shared, states) = (Shared::new(out), Shared::new(states));
-        over_rows(threads, rows, self.width * channels, |range| {
-            for row in range {
-                let span = row * channels..(row + 1) * channels;
-                // Safety: each thread accesses other rows and states, and all are inside the buffers.
-                unsafe {
-                    let state = &mut *states.part(row..row + 1)[0];
-                    conv_row(isa, self, state, &x[span.clone()], 0, shared.part(span.clone()));
-                    self.advance(state, &x[span]);
-                }
-            }
-        });
-    }
-
-    /// Computes dx `[tokens][channels]` from dL/dout = `dy` `[tokens][channels]`, for a whole sequence x
-    /// `[tokens][channels]` that began with a state of zeros.
-    ///
-    /// # Panics
-    /// Panics if the lengths do not match.
-    pub fn vjp(&self, threads: &Threads, isa: Isa, x: &[f32], dy: &[f32], dx: &mut [f32]) {
-        let tokens = self.tokens(x, dx);
-        assert_eq!(x.len(), dy.len(), "the convolution's input and the gradient of its output differ in length");
-        let parts = self.channels.div_ceil(CHANNELS_AT_ONCE);
-        let dx = Shared::new(dx);
-        let cells = tokens.div_ceil(TOKENS_AT_ONCE) * parts;
-        over_rows(threads, cells, self.width * TOKENS_AT_ONCE * CHANNELS_AT_ONCE, |range| {
-            for cell in range {
-                let (first, part) = (cell / parts * TOKENS_AT_ONCE, cell % parts * CHANNELS_AT_ONCE);
-                let range = first..(first + TOKENS_AT_ONCE).min(tokens);
-                let channels = part..(part + CHANNELS_AT_ONCE).min(self.channels);
-                SCRATCH.with_borrow_mut(|scratch| {
-                    scratch.resize(self.width * CHANNELS_AT_ONCE, 0.0);
-                    // Safety: each cell writes other tokens and channels, inside the buffer; the sizes were checked.
-                    unsafe { vjp_part(isa, self, x, dy, range, channels, scratch, dx) };
-                });
-            }
-        });
-    }
-
-    fn tokens(&self, x: &[f32], out: &[f32]) -> usize {
-        let tokens = x.len().checked_div(self.channels).unwrap_or(0);
-        assert!(
-            x.len() == tokens * self.channels && out.len() == x.len(),
-            "the convolution's input and output are not [tokens][{}]",
-            self.channels
-        );
-        tokens
-    }
-
-    /// Replaces the oldest inputs of a state with those of x.
-    fn advance(&self, state: &mut [f32], x: &[f32]) {
-        let keep = state.len().saturating_sub(x.len());
-        state.copy_within(state.len() - keep.., 0);
-        let from = x.len() - (state.len() - keep);
-        state[keep..].copy_from_slice(&x[from..]);
-    }
-
-    /// The inputs that tap `tap` reads for a token, of all channels.
-    fn inputs<'a>(&self, state: &'a [f32], x: &'a [f32], token: usize, tap: usize) -> &'a [f32] {
-        let (at, before) = (token + tap, self.width - 1);
-        let from = if at < before { &state[at * self.channels..] } else { &x[(at - before) * self.channels..] };
-        &from[..self.channels]
+/// The convolution's last inputs after `tokens` tokens of a sequence, from those before it.
+pub(super) fn advance(conv: &Conv, state: &mut [f32], x: &[f32], width: usize, tokens: usize) {
+    let (channels, kept) = (conv.channels, (conv.width - 1).saturating_sub(tokens));
+    state.copy_within(state.len() - kept * channels.., 0);
+    for (slot, state) in state.chunks_exact_mut(channels).enumerate().skip(kept) {
+        let token = slot + tokens + 1 - conv.width;
+        state.copy_from_slice(&x[token * width..][..channels]);
     }
 }
 
 on_every_isa! {
-    unsafe fn conv_row(conv: &Conv, state: &[f32], x: &[f32], token: usize, out: &mut [f32]) = conv_with
+    /// Computes one token of the convolution, of all channels.
+    ///
+    /// # Safety
+    /// `out` has one value for each channel.
+    pub(super) unsafe fn conv_row(conv: &Conv, source: Source<'_>, out: &mut [f32]) = conv_with
 }
 on_every_isa! {
-    unsafe fn vjp_part(
+    /// Computes the gradients of the inputs of some channels, from the last token to the first. `d_out` begins
+    /// with the gradient of the first token's output, `[tokens][channels]`. `carry` `[taps − 1][channels]` contains the
+    /// gradients of the last inputs from later tokens, and afterwards those of the last inputs before the first token.
+    /// The gradients go to `dx`, in rows `width` wide.
+    ///
+    /// # Safety
+    /// `d_out` is valid for `tokens` rows of all channels, `dx` for `tokens` rows, and `carry` for its rows; no other
+    /// thread accesses these channels of `carry` and `dx`.
+    pub(super) unsafe fn input_gradients(
         conv: &Conv,
-        x: &[f32],
-        dy: &[f32],
-        tokens: Range<usize>,
+        tokens: usize,
         channels: Range<usize>,
-        scratch: &mut [f32],
-        dx: Shared<f32>,
-    ) = vjp_with
+        d_out: *const f32,
+        carry: *mut f32,
+        dx: (*mut f32, usize),
+    ) = gradients_with
 }
 
 #[inline(always)]
-unsafe fn conv_with<S: Simd>(conv: &Conv, state: &[f32], x: &[f32], token: usize, out: &mut [f32]) {
+unsafe fn conv_with<S: Simd>(conv: &Conv, source: Source<'_>, out: &mut [f32]) {
     unsafe {
-        let first = conv.inputs(state, x, token, 0).as_ptr();
+        let first = source.input(conv, 0).as_ptr();
         for at in (0..conv.channels).step_by(S::LANES) {
             let rest = conv.channels - at;
             let bias = conv.bias.as_ref().map_or(S::zero(), |bias| load_some::<S>(bias.as_ptr().add(at), rest));
             let tap = load_some::<S>(conv.taps.as_ptr().add(at), rest);
-            let mut sum = S::fma(tap, load_some::<S>(first.add(at), rest), bias);
-            for tap in 1..conv.width {
-                let input = conv.inputs(state, x, token, tap).as_ptr();
-                let weight = load_some::<S>(conv.taps.as_ptr().add(tap * conv.channels + at), rest);
-                sum = S::fma(weight, load_some::<S>(input.add(at), rest), sum);
+            let sum = S::fma(tap, load_some::<S>(first.add(at), rest), bias);
+            store_some::<S>(out.as_mut_ptr().add(at), sum, rest);
+        }
+        for tap in 1..conv.width {
+            let input = source.input(conv, tap).as_ptr();
+            let weights = conv.taps.as_ptr().add(tap * conv.channels);
+            let out = out.as_mut_ptr();
+            for at in (0..conv.channels).step_by(S::LANES) {
+                let rest = conv.channels - at;
+                let weight = load_some::<S>(weights.add(at), rest);
+                let sum = S::fma(weight, load_some::<S>(input.add(at), rest), load_some::<S>(out.add(at), rest));
+                store_some::<S>(out.add(at), sum, rest);
             }
-            store_some::<S>(out.as_mut_ptr().add(at), silu::<S>(sum).0, rest);
         }
     }
 }
 
-/// Walks back over the tokens: computes the gradient before SiLU of a token, then the gradient of the input
-/// of the same token, which the token and the next ones read.
 #[inline(always)]
-unsafe fn vjp_with<S: Simd>(
+unsafe fn gradients_with<S: Simd>(
     conv: &Conv,
-    x: &[f32],
-    dy: &[f32],
-    tokens: Range<usize>,
+    tokens: usize,
     channels: Range<usize>,
-    scratch: &mut [f32],
-    dx: Shared<f32>,
+    d_out: *const f32,
+    carry: *mut f32,
+    (dx, width): (*mut f32, usize),
 ) {
-    let (width, all) = (conv.width, conv.channels);
-    let total = x.len() / all;
+    let (all, last) = (conv.channels, conv.width - 1);
     unsafe {
-        scratch.fill(0.0);
-        for token in (tokens.start..(tokens.end + width - 1).min(total)).rev() {
-            let slot = scratch.as_mut_ptr().add(token % width * CHANNELS_AT_ONCE);
+        for token in (0..tokens).rev() {
             for at in channels.clone().step_by(S::LANES) {
                 let rest = channels.end - at;
-                let taps = conv.taps.as_ptr().add(at);
-                let mut sum = conv.bias.as_ref().map_or(S::zero(), |bias| load_some::<S>(bias.as_ptr().add(at), rest));
-                for tap in (width - 1).saturating_sub(token)..width {
-                    let input = x.as_ptr().add((token + tap + 1 - width) * all + at);
-                    let weight = load_some::<S>(taps.add(tap * all), rest);
-                    sum = S::fma(weight, load_some::<S>(input, rest), sum);
+                let d = load_some::<S>(d_out.add(token * all + at), rest);
+                // Each slot of the carry takes the value of the slot before it, and this token's share.
+                let mut before = S::zero();
+                for slot in 0..last {
+                    let place = carry.add(slot * all + at);
+                    let after = load_some::<S>(place, rest);
+                    let weight = load_some::<S>(conv.taps.as_ptr().add(slot * all + at), rest);
+                    store_some::<S>(place, S::fma(weight, d, before), rest);
+                    before = after;
                 }
-                let slope = silu::<S>(sum).1;
-                let d = S::mul(load_some::<S>(dy.as_ptr().add(token * all + at), rest), slope);
-                let slot = slot.add(at - channels.start);
-                store_some::<S>(slot, d, rest);
-                if token >= tokens.end {
-                    continue;
-                }
-                let mut sum = S::zero();
-                for later in (token..(token + width).min(total)).rev() {
-                    let weight = load_some::<S>(taps.add((width - 1 - (later - token)) * all), rest);
-                    let d = scratch.as_ptr().add(later % width * CHANNELS_AT_ONCE + at - channels.start);
-                    sum = S::fma(weight, load_some::<S>(d, rest), sum);
-                }
-                store_some::<S>(dx.at(token * all + at), sum, rest);
+                let weight = load_some::<S>(conv.taps.as_ptr().add(last * all + at), rest);
+                store_some::<S>(dx.add(token * width + at), S::fma(weight, d, before), rest);
             }
         }
     }

@@ -1,83 +1,50 @@
 //! The norm of each value head's output, multiplied by SiLU of a gate.
 
-use super::super::isa::Isa;
 use super::super::mlp::silu;
-use super::super::rows::{on_every_isa, over_rows};
+use super::super::rows::on_every_isa;
 use super::super::simd::{Simd, load_some, store_some};
-use super::super::threads::{Shared, Threads};
-use super::dot;
+use super::{Weights, dot};
 
-/// A gated RMSNorm, out = x / √(mean(x²) + eps) ∘ weight ∘ silu(z), for rows as wide as the weight (one value head).
-#[derive(Clone, Copy, Debug)]
-pub struct GatedNorm<'a> {
-    /// The weight of the norm, `[v_dim]`.
-    pub weight: &'a [f32],
-    /// Added to the mean of the squares.
-    pub eps: f32,
+on_every_isa! {
+    /// Computes out = x / √(mean(x²) + eps) ∘ norm ∘ silu(z) for all value heads of a token.
+    ///
+    /// # Safety
+    /// All slices have the width of all value heads.
+    pub(super) unsafe fn norm_row(weights: &Weights<'_>, x: &[f32], z: &[f32], out: &mut [f32]) = norm_heads
+}
+on_every_isa! {
+    /// Computes the gradients `dx` and `dz` of [`norm_row`] from its inputs and dL/dout = `dy`. `dx` may contain anything.
+    ///
+    /// # Safety
+    /// All slices have the width of all value heads.
+    pub(super) unsafe fn norm_vjp_row(
+        weights: &Weights<'_>,
+        x: &[f32],
+        z: &[f32],
+        dy: &[f32],
+        dx: &mut [f32],
+        dz: &mut [f32],
+    ) = vjp_heads
 }
 
-impl GatedNorm<'_> {
-    fn rows(&self, x: &[f32], others: &[usize]) -> usize {
-        let width = self.weight.len();
-        let rows = x.len().checked_div(width).unwrap_or(0);
-        assert_eq!(x.len(), rows * width, "the length of the gated norm's input x is not a multiple of {width}");
-        assert!(
-            others.iter().all(|len| *len == x.len()),
-            "the gated norm's input x and its other operands differ in length"
-        );
-        rows
+#[inline(always)]
+unsafe fn norm_heads<S: Simd>(weights: &Weights<'_>, x: &[f32], z: &[f32], out: &mut [f32]) {
+    let dim = weights.norm.len();
+    for ((x, z), out) in x.chunks_exact(dim).zip(z.chunks_exact(dim)).zip(out.chunks_exact_mut(dim)) {
+        // Safety: the caller guarantees what this `unsafe fn` requires.
+        unsafe { norm_with::<S>(weights, x, z, out) };
     }
 }
 
-/// Computes out from x and the gate z, all `[rows][v_dim]`; a row is one value head of one token.
-///
-/// # Panics
-/// Panics if the lengths do not match.
-pub fn gated_norm(threads: &Threads, isa: Isa, norm: GatedNorm<'_>, x: &[f32], z: &[f32], out: &mut [f32]) {
-    let (rows, width) = (norm.rows(x, &[z.len(), out.len()]), norm.weight.len());
-    let out = Shared::new(out);
-    over_rows(threads, rows, 4 * width, |range| {
-        for row in range {
-            let span = row * width..(row + 1) * width;
-            // Safety: each thread writes other rows, and all rows are inside the buffer.
-            unsafe { norm_row(isa, norm, &x[span.clone()], &z[span.clone()], out.part(span)) };
-        }
-    });
-}
-
-/// Computes the gradients `dx` and `dz` of [`gated_norm`] from its inputs and dL/dout = `dy`, all `[rows][v_dim]`.
-///
-/// # Panics
-/// Panics if the lengths do not match.
-#[expect(clippy::too_many_arguments, reason = "every argument is an operand of one operation")]
-pub fn gated_norm_vjp(
-    threads: &Threads,
-    isa: Isa,
-    norm: GatedNorm<'_>,
-    x: &[f32],
-    z: &[f32],
-    dy: &[f32],
-    dx: &mut [f32],
-    dz: &mut [f32],
-) {
-    let (rows, width) = (norm.rows(x, &[z.len(), dy.len(), dx.len(), dz.len()]), norm.weight.len());
-    let (dx, dz) = (Shared::new(dx), Shared::new(dz));
-    over_rows(threads, rows, 4 * width, |range| {
-        for row in range {
-            let span = row * width..(row + 1) * width;
-            // Safety: each thread writes other rows, and all rows are inside both buffers.
-            let (dx, dz) = unsafe { (dx.part(span.clone()), dz.part(span.clone())) };
-            // Safety: all slices are as wide as the weight.
-            unsafe { vjp_row(isa, norm, &x[span.clone()], &z[span.clone()], &dy[span], dx, dz) };
-        }
-    });
-}
-
-on_every_isa! {
-    unsafe fn norm_row(norm: GatedNorm<'_>, x: &[f32], z: &[f32], out: &mut [f32]) = norm_with
-}
-on_every_isa! {
-    unsafe fn vjp_row(norm: GatedNorm<'_>, x: &[f32], z: &[f32], dy: &[f32], dx: &mut [f32], dz: &mut [f32]) = vjp_with
+#[inline(always)]
+unsafe fn vjp_heads<S: Simd>(weights: &Weights<'_>, x: &[f32], z: &[f32], dy: &[f32], dx: &mut [f32], dz: &mut [f32]) {
+    for head in 0..weights.shape.num_value_heads {
+        let dim = weights.norm.len();
+        let span = head * dim..(head + 1) * dim;
+        let (dx, dz) = (&mut dx[span.clone()], &mut dz[span.clone()]);
+        // Safety: the caller guarantees what this `unsafe fn` requires.
+        unsafe { vjp_with::<S>(weights, &x[span.clone()], &z[span.clone()], &dy[span], dx, dz) };
+    }
 }
 
 /// The factor r = 1 / √(mean(x²) + eps) of a row.
@@ -88,28 +55,28 @@ unsafe fn scale_of<S: Simd>(x: &[f32], eps: f32) -> f32 {
 }
 
 #[inline(always)]
-unsafe fn norm_with<S: Simd>(norm: GatedNorm<'_>, x: &[f32], z: &[f32], out: &mut [f32]) {
+unsafe fn norm_with<S: Simd>(weights: &Weights<'_>, x: &[f32], z: &[f32], out: &mut [f32]) {
     unsafe {
-        let r = S::splat(scale_of::<S>(x, norm.eps));
+        let r = S::splat(scale_of::<S>(x, weights.eps));
         for at in (0..x.len()).step_by(S::LANES) {
             let rest = x.len() - at;
             let load = |from: &[f32]| load_some::<S>(from.as_ptr().add(at), rest);
-            let value = S::mul(S::mul(load(x), r), load(norm.weight));
+            let value = S::mul(S::mul(load(x), r), load(weights.norm));
             store_some::<S>(out.as_mut_ptr().add(at), S::mul(value, silu::<S>(load(z)).0), rest);
         }
     }
 }
 
 #[inline(always)]
-unsafe fn vjp_with<S: Simd>(norm: GatedNorm<'_>, x: &[f32], z: &[f32], dy: &[f32], dx: &mut [f32], dz: &mut [f32]) {
+unsafe fn vjp_with<S: Simd>(weights: &Weights<'_>, x: &[f32], z: &[f32], dy: &[f32], dx: &mut [f32], dz: &mut [f32]) {
     unsafe {
-        let r = scale_of::<S>(x, norm.eps);
+        let r = scale_of::<S>(x, weights.eps);
         // First pass: the gradient of the norm before its factor, w·silu(z)·dy, goes to dx.
         for at in (0..x.len()).step_by(S::LANES) {
             let rest = x.len() - at;
             let load = |from: &[f32]| load_some::<S>(from.as_ptr().add(at), rest);
             let (value, slope) = silu::<S>(load(z));
-            let weighted = S::mul(load(norm.weight), load(dy));
+            let weighted = S::mul(load(weights.norm), load(dy));
             store_some::<S>(dx.as_mut_ptr().add(at), S::mul(weighted, value), rest);
             let normed = S::mul(load(x), S::splat(r));
             store_some::<S>(dz.as_mut_ptr().add(at), S::mul(S::mul(weighted, normed), slope), rest);

@@ -13,26 +13,26 @@ use super::super::isa::Isa;
 use super::super::rows::{on_every_isa, take_turns};
 use super::super::simd::{Simd, exp, load_some, store_some};
 use super::super::threads::Threads;
-use super::{DeltaHeads, KEPT_EVERY};
+use super::{KEPT_EVERY, Shape};
 
 /// Number of tokens from which a block of the memory is copied to contiguous memory.
 const WORTH_A_COPY: usize = 8;
 
-/// Consecutive tokens of one sequence, with normalized queries and keys (see [`unit_heads`](super::unit_heads)).
+/// Consecutive tokens of one sequence, with normalized queries and keys.
 #[derive(Debug)]
 pub struct DeltaSequence<'a> {
     /// Rows `[q heads | k heads | v heads]` of the tokens, `[tokens][width]`.
     pub qkv: &'a [f32],
-    /// How much each value head writes, `[tokens][num_v_heads]`.
+    /// How much each value head writes, `[tokens][num_value_heads]`.
     pub beta: &'a [f32],
-    /// Logarithms of the decays, at most 0, `[tokens][num_v_heads]`.
+    /// Logarithms of the decays, at most 0, `[tokens][num_value_heads]`.
     pub g: &'a [f32],
-    /// The memory before the first token, and after the last token afterwards: `[num_v_heads][k_dim][v_dim]`.
+    /// The memory before the first token, and after the last token afterwards: `[num_value_heads][key_dim][value_dim]`.
     pub memory: &'a mut [f32],
     /// Receives the memory before every 64th token, beginning with the first token of the call:
-    /// `[⌈tokens / 64⌉][num_v_heads][k_dim][v_dim]`, as [`run_sequences_backward`](super::run_sequences_backward) needs it.
+    /// `[⌈tokens / 64⌉][num_value_heads][key_dim][value_dim]`, as [`run_sequences_backward`](super::run_sequences_backward) needs it.
     pub kept: Option<&'a mut [f32]>,
-    /// Receives the output, `[tokens][num_v_heads · v_dim]`.
+    /// Receives the output, `[tokens][num_value_heads · value_dim]`.
     pub out: &'a mut [f32],
 }
 
@@ -41,13 +41,13 @@ pub struct DeltaSequence<'a> {
 pub struct DeltaRows<'a, 'b> {
     /// Rows `[q heads | k heads | v heads]`, `[rows][width]`.
     pub qkv: &'a [f32],
-    /// How much each value head writes, `[rows][num_v_heads]`.
+    /// How much each value head writes, `[rows][num_value_heads]`.
     pub beta: &'a [f32],
-    /// Logarithms of the decays, at most 0, `[rows][num_v_heads]`.
+    /// Logarithms of the decays, at most 0, `[rows][num_value_heads]`.
     pub g: &'a [f32],
-    /// The memory of each row's sequence, `[num_v_heads][k_dim][v_dim]`; updated.
+    /// The memory of each row's sequence, `[num_value_heads][key_dim][value_dim]`; updated.
     pub memories: &'b mut [&'a mut [f32]],
-    /// Receives the output, `[rows][num_v_heads · v_dim]`.
+    /// Receives the output, `[rows][num_value_heads · value_dim]`.
     pub out: &'a mut [f32],
 }
 
@@ -73,21 +73,21 @@ thread_local! {
     static SCRATCH: RefCell<Floats> = RefCell::new(Floats::default());
 }
 
-/// Applies the gated delta rule to sequences. For each token and value head, with the memory S `[k_dim][v_dim]`:
+/// Applies the gated delta rule to sequences. For each token and value head, with the memory S `[key_dim][value_dim]`:
 /// S ← exp(g)·S; δ = beta·(v − Sᵀk); S ← S + k⊗δ; out = Sᵀq.
 ///
 /// # Panics
 /// Panics if the length of a slice does not match the number of tokens of its sequence.
-pub fn run_sequences(threads: &Threads, isa: Isa, heads: &DeltaHeads, sequences: &mut [DeltaSequence<'_>]) {
+pub fn run_sequences(threads: &Threads, isa: Isa, shape: &Shape, sequences: &mut [DeltaSequence<'_>]) {
     let walks: Vec<Walk> = sequences
         .iter_mut()
         .map(|sequence| {
             let DeltaSequence { qkv, beta, g, memory, kept, out } = sequence;
-            let tokens = heads.rows_of(qkv);
-            check(heads, tokens, [beta.len(), g.len()], out.len());
-            assert_eq!(memory.len(), heads.memory_len(), "a sequence's memory has the wrong length");
-            let kept_len = kept.as_ref().map_or(heads.kept_len(tokens), |kept| kept.len());
-            assert_eq!(kept_len, heads.kept_len(tokens), "a sequence's kept states have the wrong length");
+            let tokens = shape.rows_of(qkv);
+            check(shape, tokens, [beta.len(), g.len()], out.len());
+            assert_eq!(memory.len(), shape.memory_len(), "a sequence's memory has the wrong length");
+            let kept_len = kept.as_ref().map_or(shape.kept_len(tokens), |kept| kept.len());
+            assert_eq!(kept_len, shape.kept_len(tokens), "a sequence's kept states have the wrong length");
             Walk {
                 tokens,
                 qkv: qkv.as_ptr(),
@@ -99,21 +99,21 @@ pub fn run_sequences(threads: &Threads, isa: Isa, heads: &DeltaHeads, sequences:
             }
         })
         .collect();
-    walk_all(threads, isa, heads, &walks);
+    walk_all(threads, isa, shape, &walks);
 }
 
 /// Applies the gated delta rule to one token of each of several sequences; gives the same bits as [`run_sequences`].
 ///
 /// # Panics
 /// Panics if the length of a slice does not match the number of rows.
-pub fn run_rows(threads: &Threads, isa: Isa, heads: &DeltaHeads, rows: DeltaRows<'_, '_>) {
+pub fn run_rows(threads: &Threads, isa: Isa, shape: &Shape, rows: DeltaRows<'_, '_>) {
     let DeltaRows { qkv, beta, g, memories, out } = rows;
-    let count = heads.rows_of(qkv);
-    check(heads, count, [beta.len(), g.len()], out.len());
+    let count = shape.rows_of(qkv);
+    check(shape, count, [beta.len(), g.len()], out.len());
     assert_eq!(count, memories.len(), "the numbers of rows and of memories differ");
-    assert!(memories.iter().all(|memory| memory.len() == heads.memory_len()), "a row's memory has the wrong length");
-    let of_rows = qkv.chunks_exact(heads.width()).zip(out.chunks_exact_mut(heads.v_width()));
-    let gates = beta.chunks_exact(heads.num_v_heads).zip(g.chunks_exact(heads.num_v_heads));
+    assert!(memories.iter().all(|memory| memory.len() == shape.memory_len()), "a row's memory has the wrong length");
+    let of_rows = qkv.chunks_exact(shape.conv_width()).zip(out.chunks_exact_mut(shape.value_width()));
+    let gates = beta.chunks_exact(shape.num_value_heads).zip(g.chunks_exact(shape.num_value_heads));
     let walks: Vec<Walk> = of_rows
         .zip(gates)
         .zip(memories.iter_mut())
@@ -127,28 +127,28 @@ pub fn run_rows(threads: &Threads, isa: Isa, heads: &DeltaHeads, rows: DeltaRows
             out: out.as_mut_ptr(),
         })
         .collect();
-    walk_all(threads, isa, heads, &walks);
+    walk_all(threads, isa, shape, &walks);
 }
 
-fn check(heads: &DeltaHeads, rows: usize, gates: [usize; 2], out: usize) {
-    assert_eq!(gates, [rows * heads.num_v_heads; 2], "beta and g need one value for each row and value head");
-    assert_eq!(out, rows * heads.v_width(), "the output needs {rows} rows of {}", heads.v_width());
+fn check(shape: &Shape, rows: usize, gates: [usize; 2], out: usize) {
+    assert_eq!(gates, [rows * shape.num_value_heads; 2], "beta and g need one value for each row and value head");
+    assert_eq!(out, rows * shape.value_width(), "the output needs {rows} rows of {}", shape.value_width());
 }
 
 /// Runs every block of columns of every head of every sequence.
-fn walk_all(threads: &Threads, isa: Isa, heads: &DeltaHeads, walks: &[Walk]) {
+fn walk_all(threads: &Threads, isa: Isa, shape: &Shape, walks: &[Walk]) {
     let columns = if isa >= Isa::Avx512 { 64 } else { 16 };
-    let blocks = heads.v_dim.div_ceil(columns);
-    let cells = walks.len() * heads.num_v_heads * blocks;
+    let blocks = shape.value_dim.div_ceil(columns);
+    let cells = walks.len() * shape.num_value_heads * blocks;
     let tokens: usize = walks.iter().map(|walk| walk.tokens).sum();
-    take_turns(threads, cells, tokens * heads.memory_len(), |cell| {
-        let (walk, rest) = (&walks[cell / (heads.num_v_heads * blocks)], cell % (heads.num_v_heads * blocks));
+    take_turns(threads, cells, tokens * shape.memory_len(), |cell| {
+        let (walk, rest) = (&walks[cell / (shape.num_value_heads * blocks)], cell % (shape.num_value_heads * blocks));
         let first = rest % blocks * columns;
-        let block = Block { head: rest / blocks, first, count: (heads.v_dim - first).min(columns) };
+        let block = Block { head: rest / blocks, first, count: (shape.value_dim - first).min(columns) };
         SCRATCH.with_borrow_mut(|scratch| {
-            scratch.resize(heads.k_dim * columns);
+            scratch.resize(shape.key_dim * columns);
             // Safety: the bounds were checked when the walks were created; each cell has its own head's columns.
-            unsafe { walk_block(isa, heads, walk, block, scratch) };
+            unsafe { walk_block(isa, shape, walk, block, scratch) };
         });
     });
 }
@@ -162,16 +162,16 @@ struct Block {
 }
 
 on_every_isa! {
-    unsafe fn walk_block(heads: &DeltaHeads, walk: &Walk, block: Block, scratch: &mut [f32]) = walk_with
+    unsafe fn walk_block(shape: &Shape, walk: &Walk, block: Block, scratch: &mut [f32]) = walk_with
 }
 
 #[inline(always)]
-unsafe fn walk_with<S: Simd>(heads: &DeltaHeads, walk: &Walk, block: Block, scratch: &mut [f32]) {
+unsafe fn walk_with<S: Simd>(shape: &Shape, walk: &Walk, block: Block, scratch: &mut [f32]) {
     unsafe {
         match block.count.div_ceil(S::LANES) {
-            1 => walk_vectors::<S, 1>(heads, walk, block, scratch),
-            2 => walk_vectors::<S, 2>(heads, walk, block, scratch),
-            _ => walk_vectors::<S, 4>(heads, walk, block, scratch),
+            1 => walk_vectors::<S, 1>(shape, walk, block, scratch),
+            2 => walk_vectors::<S, 2>(shape, walk, block, scratch),
+            _ => walk_vectors::<S, 4>(shape, walk, block, scratch),
         }
     }
 }
@@ -186,11 +186,11 @@ unsafe fn copy_rows(from: (*const f32, usize), to: (*mut f32, usize), rows: usiz
 
 /// Walks over all tokens with one block of columns, `N` vectors wide.
 #[inline(always)]
-unsafe fn walk_vectors<S: Simd, const N: usize>(heads: &DeltaHeads, walk: &Walk, block: Block, scratch: &mut [f32]) {
-    let (rows, width) = (heads.k_dim, N * S::LANES);
-    let at = block.head * heads.head_len() + block.first;
+unsafe fn walk_vectors<S: Simd, const N: usize>(shape: &Shape, walk: &Walk, block: Block, scratch: &mut [f32]) {
+    let (rows, width) = (shape.key_dim, N * S::LANES);
+    let at = block.head * shape.head_len() + block.first;
     unsafe {
-        let memory = (walk.memory.add(at), heads.v_dim);
+        let memory = (walk.memory.add(at), shape.value_dim);
         let is_copied = block.count != width || walk.tokens >= WORTH_A_COPY;
         let state = if is_copied { (scratch.as_mut_ptr(), width) } else { memory };
         if is_copied {
@@ -199,10 +199,10 @@ unsafe fn walk_vectors<S: Simd, const N: usize>(heads: &DeltaHeads, walk: &Walk,
         }
         for first in (0..walk.tokens).step_by(KEPT_EVERY) {
             if !walk.kept.is_null() {
-                let kept = walk.kept.add(first / KEPT_EVERY * heads.memory_len() + at);
-                copy_rows((state.0, state.1), (kept, heads.v_dim), rows, block.count);
+                let kept = walk.kept.add(first / KEPT_EVERY * shape.memory_len() + at);
+                copy_rows((state.0, state.1), (kept, shape.value_dim), rows, block.count);
             }
-            walk_tokens::<S, N>(heads, walk, block, state, first..(first + KEPT_EVERY).min(walk.tokens));
+            walk_tokens::<S, N>(shape, walk, block, state, first..(first + KEPT_EVERY).min(walk.tokens));
         }
         if is_copied {
             copy_rows((state.0, state.1), memory, rows, block.count);
@@ -213,33 +213,33 @@ unsafe fn walk_vectors<S: Simd, const N: usize>(heads: &DeltaHeads, walk: &Walk,
 /// Walks over some tokens with one block of columns, which contains the memory after all of them afterwards.
 #[inline(always)]
 unsafe fn walk_tokens<S: Simd, const N: usize>(
-    heads: &DeltaHeads,
+    shape: &Shape,
     walk: &Walk,
     block: Block,
     state: (*mut f32, usize),
     tokens: std::ops::Range<usize>,
 ) {
     unsafe {
-        let k_head = block.head / heads.group_size();
-        let (q_at, k_at) = (k_head * heads.k_dim, heads.k_width() + k_head * heads.k_dim);
-        let v_at = 2 * heads.k_width() + block.head * heads.v_dim + block.first;
+        let k_head = block.head / shape.heads_per_key();
+        let (q_at, k_at) = (k_head * shape.key_dim, shape.key_width() + k_head * shape.key_dim);
+        let v_at = 2 * shape.key_width() + block.head * shape.value_dim + block.first;
         let store = |token: usize, out: [S::V; N]| {
-            let to = walk.out.add(token * heads.v_width() + block.head * heads.v_dim + block.first);
+            let to = walk.out.add(token * shape.value_width() + block.head * shape.value_dim + block.first);
             for (n, value) in out.into_iter().enumerate() {
                 store_some::<S>(to.add(n * S::LANES), value, block.count.saturating_sub(n * S::LANES));
             }
         };
-        let start = walk.qkv.add(tokens.start * heads.width());
+        let start = walk.qkv.add(tokens.start * shape.conv_width());
         let mut last = Token { q: start.add(q_at), k: start.add(k_at), delta: [S::zero(); N] };
         for token in tokens.clone() {
-            let row = walk.qkv.add(token * heads.width());
+            let row = walk.qkv.add(token * shape.conv_width());
             let k = row.add(k_at);
-            let gate = token * heads.num_v_heads + block.head;
+            let gate = token * shape.num_value_heads + block.head;
             let decay = exp::<S>(S::splat(*walk.g.add(gate)));
             let recalled = if token == tokens.start {
-                pass::<S, N, false, true>(state, heads.k_dim, &last, k, decay).1
+                pass::<S, N, false, true>(state, shape.key_dim, &last, k, decay).1
             } else {
-                let (out, recalled) = pass::<S, N, true, true>(state, heads.k_dim, &last, k, decay);
+                let (out, recalled) = pass::<S, N, true, true>(state, shape.key_dim, &last, k, decay);
                 store(token - 1, out);
                 recalled
             };
@@ -251,7 +251,7 @@ unsafe fn walk_tokens<S: Simd, const N: usize>(
             }
             (last.q, last.k) = (row.add(q_at), k);
         }
-        store(tokens.end - 1, pass::<S, N, true, false>(state, heads.k_dim, &last, last.k, S::zero()).0);
+        store(tokens.end - 1, pass::<S, N, true, false>(state, shape.key_dim, &last, last.k, S::zero()).0);
     }
 }
 

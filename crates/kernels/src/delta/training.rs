@@ -1,0 +1,299 @@
+//! The gradients of a layer over the rows of a call.
+//!
+//! Nothing is kept from the forward pass: a first pass over the rows computes it again, keeps the memory before every
+//! 64th token, and writes the outputs of the delta rule to the columns of z in the result, which are not needed until
+//! the second pass. That one goes from the last rows to the first.
+
+use super::super::isa::Isa;
+use super::super::rows::{over_rows, take_turns};
+use super::super::threads::{Shared, Threads};
+use super::backward::{DeltaBackward, run_sequences_backward};
+use super::conv::{Source, conv_row, input_gradients};
+use super::gated_norm::norm_vjp_row;
+use super::gates::{GatesGradient, gates_row, gates_vjp_row};
+use super::layer::{Buffers, Part, check, rows_of_each, run_waves, sources, waves};
+use super::unit::{unit_row, unit_vjp_row};
+use super::{KEPT_EVERY, Sequence, Shape, State, Weights};
+
+/// Number of channels of a part of the convolution's gradient.
+const CHANNELS_AT_ONCE: usize = 256;
+
+/// Intermediate values of some rows, and their gradients.
+#[derive(Debug, Default)]
+struct Gradients {
+    values: Buffers,
+    /// Outputs of the convolution before SiLU, then their gradients: `[rows][conv_width]`.
+    mixed: Vec<f32>,
+    d_qkv: Vec<f32>,
+    d_beta: Vec<f32>,
+    d_g: Vec<f32>,
+    /// Gradients of the outputs of the delta rule, `[rows][value_width]`.
+    d_read: Vec<f32>,
+}
+
+/// The gradient of a [`State`].
+#[derive(Clone, Debug)]
+struct StateGradient {
+    conv: Vec<f32>,
+    memory: Vec<f32>,
+}
+
+/// The operands of a call.
+#[derive(Clone, Copy)]
+struct Call<'a> {
+    threads: &'a Threads,
+    isa: Isa,
+    weights: &'a Weights<'a>,
+    sequences: &'a [Sequence],
+    x: &'a [f32],
+    d_out: &'a [f32],
+}
+
+/// Computes the gradient of [`forward`](super::forward): dL/dx = `d_x` `[rows][width]` from its input x `[rows][width]` and
+/// dL/dout = `d_out` `[rows][value_width]`. Sequences without `after` begin with a state of zeros. The gradients of the
+/// states with which several sequences continue the same one are added in the order of the list. Rows outside all
+/// sequences are not written.
+///
+/// # Panics
+/// Panics if lengths do not match, sequences overlap, or a sequence does not continue an earlier one.
+pub fn backward(
+    threads: &Threads,
+    isa: Isa,
+    weights: &Weights<'_>,
+    sequences: &[Sequence],
+    x: &[f32],
+    d_out: &[f32],
+    d_x: &mut [f32],
+) {
+    let shape = weights.shape;
+    let mut states = vec![State::new(&shape); sequences.len()];
+    let rows = check(weights, sequences, x, &states);
+    assert_eq!(d_out.len(), rows * shape.value_width(), "the output's gradient has the wrong length");
+    assert_eq!(d_x.len(), x.len(), "the input and its gradient differ in length");
+    let call = Call { threads, isa, weights, sequences, x, d_out };
+    let kept = keep_states(&call, &mut states, d_x);
+    drop(states);
+    let of_state = StateGradient {
+        conv: vec![0.0; (shape.kernel - 1) * shape.conv_width()],
+        memory: vec![0.0; shape.memory_len()],
+    };
+    let mut d_states = vec![of_state; sequences.len()];
+    let before = vec![vec![0.0; (shape.kernel - 1) * shape.conv_width()]; sequences.len()];
+    let before = starts(&call, before);
+    let mut gradients = Gradients::default();
+    for wave in waves(sequences).into_iter().rev() {
+        let count = rows_of_each(wave.len(), KEPT_EVERY);
+        let rounds = wave.iter().map(|index| sequences[*index].rows.len().div_ceil(count)).max().unwrap_or(0);
+        for round in 0..rounds {
+            let part = |sequence: &usize| {
+                let len = sequences[*sequence].rows.len();
+                let first = (len.div_ceil(count).checked_sub(round + 1)?) * count;
+                Some(Part { sequence: *sequence, first, count: (len - first).min(count) })
+            };
+            let parts: Vec<Part> = wave.iter().filter_map(part).collect();
+            parts_backward(&call, &parts, &kept, &before, &mut d_states, &mut gradients, d_x);
+        }
+        for index in wave {
+            if let Some(after) = sequences[index].after {
+                let (earlier, later) = d_states.split_at_mut(index);
+                let (to, from) = (&mut earlier[after], &later[0]);
+                to.conv.iter_mut().zip(&from.conv).for_each(|(to, from)| *to += from);
+                to.memory.iter_mut().zip(&from.memory).for_each(|(to, from)| *to += from);
+            }
+        }
+    }
+}
+
+/// Runs the sequences; returns the memory before every 64th token of each. Writes the outputs of the delta rule to the
+/// columns of z of `d_x`.
+fn keep_states(call: &Call<'_>, states: &mut [State], d_x: &mut [f32]) -> Vec<Vec<f32>> {
+    let Call { threads, isa, weights, sequences, x, .. } = *call;
+    let shape = weights.shape;
+    let mut kept: Vec<Vec<f32>> =
+        sequences.iter().map(|sequence| vec![0.0; shape.kept_len(sequence.rows.len())]).collect();
+    let d_x = Shared::new(d_x);
+    run_waves(threads, isa, weights, sequences, x, states, Some(&mut kept), |sources, buffers, row_of| {
+        over_rows(threads, sources.len(), shape.value_width(), |range| {
+            for index in range {
+                let first = row_of(index) * shape.width();
+                // Safety: each thread writes other rows, and all rows are inside the buffer.
+                let to = unsafe { d_x.part(first + shape.z().start..first + shape.z().end) };
+                to.copy_from_slice(&buffers.read[index * shape.value_width()..][..shape.value_width()]);
+            }
+        });
+    });
+    kept
+}
+
+/// The convolution's last inputs before each sequence, from zeros.
+fn starts(call: &Call<'_>, mut starts: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
+    let (conv, width) = (call.weights.conv, call.weights.shape.width());
+    for (index, sequence) in call.sequences.iter().enumerate() {
+        let Some(after) = sequence.after else { continue };
+        let rows = &call.sequences[after].rows;
+        let mut state = starts[after].clone();
+        super::conv::advance(conv, &mut state, &call.x[rows.start * width..rows.end * width], width, rows.len());
+        starts[index] = state;
+    }
+    starts
+}
+
+/// Computes the gradients of parts of sequences; those of later parts are in `d_states`.
+fn parts_backward(
+    call: &Call<'_>,
+    parts: &[Part],
+    kept: &[Vec<f32>],
+    before: &[Vec<f32>],
+    d_states: &mut [StateGradient],
+    gradients: &mut Gradients,
+    d_x: &mut [f32],
+) {
+    let shape = call.weights.shape;
+    let sources = sources(call.weights, call.sequences, parts, call.x, before);
+    let rows: Vec<usize> = parts
+        .iter()
+        .flat_map(|part| {
+            let first = call.sequences[part.sequence].rows.start + part.first;
+            first..first + part.count
+        })
+        .collect();
+    gradients.values.resize(&shape, rows.len());
+    for buffer in [&mut gradients.mixed, &mut gradients.d_qkv] {
+        buffer.resize(rows.len() * shape.conv_width(), 0.0);
+    }
+    for buffer in [&mut gradients.d_beta, &mut gradients.d_g] {
+        buffer.resize(rows.len() * shape.num_value_heads, 0.0);
+    }
+    gradients.d_read.resize(rows.len() * shape.value_width(), 0.0);
+    begin(call, &sources, &rows, gradients, d_x);
+    rule_backward(call, parts, kept, d_states, gradients);
+    end(call, &sources, &rows, gradients, d_x);
+    convolve_back(call, parts, d_states, gradients, d_x);
+}
+
+/// Computes the inputs of the delta rule again, and the gradients of its outputs and of z.
+fn begin(call: &Call<'_>, sources: &[Source<'_>], rows: &[usize], gradients: &mut Gradients, d_x: &mut [f32]) {
+    let Call { threads, isa, weights, d_out, .. } = *call;
+    let shape = weights.shape;
+    let (conv_width, heads, value_width) = (shape.conv_width(), shape.num_value_heads, shape.value_width());
+    let Buffers { qkv, beta, g, read } = &mut gradients.values;
+    let (qkv, beta, g, read) = (Shared::new(qkv), Shared::new(beta), Shared::new(g), Shared::new(read));
+    let (mixed, d_read) = (Shared::new(&mut gradients.mixed), Shared::new(&mut gradients.d_read));
+    let d_x = Shared::new(d_x);
+    over_rows(threads, rows.len(), 8 * conv_width, |range| {
+        for index in range {
+            let (source, row) = (&sources[index], rows[index]);
+            let (wide, gates) = (index * conv_width..(index + 1) * conv_width, index * heads..(index + 1) * heads);
+            let narrow = index * value_width..(index + 1) * value_width;
+            let z = row * shape.width() + shape.z().start..row * shape.width() + shape.z().end;
+            // Safety: each thread accesses other rows, and all rows are inside the buffers.
+            unsafe {
+                let (mixed, qkv) = (mixed.part(wide.clone()), qkv.part(wide));
+                conv_row(isa, weights.conv, *source, mixed);
+                qkv.copy_from_slice(mixed);
+                unit_row(isa, &shape, qkv);
+                gates_row(isa, weights, &source.row()[shape.b().start..], beta.part(gates.clone()), g.part(gates));
+                let (read, d_z) = (read.part(narrow.clone()), d_x.part(z));
+                read.copy_from_slice(d_z);
+                let d_out = &d_out[row * value_width..(row + 1) * value_width];
+                norm_vjp_row(isa, weights, read, &source.row()[shape.z()], d_out, d_read.part(narrow), d_z);
+            }
+        }
+    });
+}
+
+/// Computes the gradients of the delta rule.
+fn rule_backward(
+    call: &Call<'_>,
+    parts: &[Part],
+    kept: &[Vec<f32>],
+    d_states: &mut [StateGradient],
+    gradients: &mut Gradients,
+) {
+    let shape = call.weights.shape;
+    let Gradients { values, d_qkv, d_beta, d_g, d_read, .. } = gradients;
+    let (mut d_qkv, mut d_beta, mut d_g) = (d_qkv.as_mut_slice(), d_beta.as_mut_slice(), d_g.as_mut_slice());
+    let mut d_states = d_states.iter_mut().enumerate();
+    let mut first = 0;
+    let mut runs: Vec<DeltaBackward<'_>> = Vec::with_capacity(parts.len());
+    for part in parts {
+        // The parts are in the order of the sequences.
+        let Some((_, d_state)) = d_states.find(|(index, _)| *index == part.sequence) else { continue };
+        let rows = |width: usize| first * width..(first + part.count) * width;
+        let (wide, heads) = (part.count * shape.conv_width(), part.count * shape.num_value_heads);
+        let states = part.first / KEPT_EVERY * shape.memory_len();
+        runs.push(DeltaBackward {
+            qkv: &values.qkv[rows(shape.conv_width())],
+            beta: &values.beta[rows(shape.num_value_heads)],
+            g: &values.g[rows(shape.num_value_heads)],
+            kept: &kept[part.sequence][states..states + shape.kept_len(part.count)],
+            d_out: &d_read[rows(shape.value_width())],
+            d_memory: &mut d_state.memory,
+            d_qkv: d_qkv.split_off_mut(..wide).unwrap_or_default(),
+            d_beta: d_beta.split_off_mut(..heads).unwrap_or_default(),
+            d_g: d_g.split_off_mut(..heads).unwrap_or_default(),
+        });
+        first += part.count;
+    }
+    run_sequences_backward(call.threads, call.isa, &shape, &mut runs);
+}
+
+/// Computes the gradients of b and a, and those of the convolution's outputs.
+fn end(call: &Call<'_>, sources: &[Source<'_>], rows: &[usize], gradients: &mut Gradients, d_x: &mut [f32]) {
+    let Call { threads, isa, weights, .. } = *call;
+    let shape: Shape = weights.shape;
+    let Gradients { mixed, d_qkv, d_beta, d_g, .. } = gradients;
+    let (mixed, d_x) = (Shared::new(mixed), Shared::new(d_x));
+    over_rows(threads, rows.len(), 4 * shape.conv_width(), |range| {
+        for index in range {
+            let wide = index * shape.conv_width()..(index + 1) * shape.conv_width();
+            let gates = index * shape.num_value_heads..(index + 1) * shape.num_value_heads;
+            let first = rows[index] * shape.width() + shape.b().start;
+            // Safety: each thread writes other rows, and all rows are inside the buffers.
+            unsafe {
+                unit_vjp_row(isa, &shape, mixed.part(wide.clone()), &d_qkv[wide]);
+                let gradient = GatesGradient {
+                    ba: &sources[index].row()[shape.b().start..],
+                    d_beta: &d_beta[gates.clone()],
+                    d_g: &d_g[gates],
+                    d_ba: d_x.part(first..first + 2 * shape.num_value_heads),
+                };
+                gates_vjp_row(isa, weights, gradient);
+            }
+        }
+    });
+}
+
+/// Computes the gradients of the convolution's inputs.
+fn convolve_back(
+    call: &Call<'_>,
+    parts: &[Part],
+    d_states: &mut [StateGradient],
+    gradients: &Gradients,
+    d_x: &mut [f32],
+) {
+    let Call { threads, isa, weights, sequences, .. } = *call;
+    let shape = weights.shape;
+    let channels = shape.conv_width();
+    let mut first = 0;
+    let mut d_states = d_states.iter_mut().enumerate();
+    let mut places = Vec::with_capacity(parts.len());
+    for part in parts {
+        let Some((_, d_state)) = d_states.find(|(index, _)| *index == part.sequence) else { continue };
+        places.push((part, first, Shared::new(&mut d_state.conv)));
+        first += part.count;
+    }
+    let (blocks, d_x) = (channels.div_ceil(CHANNELS_AT_ONCE), Shared::new(d_x));
+    take_turns(threads, places.len() * blocks, first * channels * shape.kernel, |cell| {
+        let (part, first, carry) = places[cell / blocks];
+        let from = cell % blocks * CHANNELS_AT_ONCE;
+        let row = sequences[part.sequence].rows.start + part.first;
+        // Safety: the part's rows are inside all buffers, and each cell has its own channels of its part.
+        unsafe {
+            let to = (d_x.at(row * shape.width()), shape.width());
+            let d_out = gradients.mixed[first * channels..].as_ptr();
+            let of_cell = from..(from + CHANNELS_AT_ONCE).min(channels);
+            input_gradients(isa, weights.conv, part.count, of_cell, d_out, carry.at(0), to);
+        }
+    });
+}
