@@ -18,7 +18,9 @@ mod conv;
 mod gated_norm;
 mod gates;
 mod layer;
+#[cfg(test)]
 mod naive;
+mod product;
 mod rule;
 #[cfg(test)]
 mod tests;

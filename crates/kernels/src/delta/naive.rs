@@ -61,7 +61,6 @@ impl Inputs {
         (out, steps, memory)
     }
 
-    #[cfg(test)]
     /// The outputs `[tokens][num_value_heads][value_dim]`, and the memory after the last token.
     pub fn forward(&self) -> (Vec<f64>, Vec<f64>) {
         let Shape { num_value_heads, value_dim, .. } = self.heads;

@@ -20,7 +20,7 @@ const WORTH_A_COPY: usize = 8;
 
 /// Consecutive tokens of one sequence, with normalized queries and keys.
 #[derive(Debug)]
-pub struct DeltaSequence<'a> {
+pub(super) struct DeltaSequence<'a> {
     /// Rows `[q heads | k heads | v heads]` of the tokens, `[tokens][width]`.
     pub qkv: &'a [f32],
     /// How much each value head writes, `[tokens][num_value_heads]`.
@@ -30,7 +30,7 @@ pub struct DeltaSequence<'a> {
     /// The memory before the first token, and after the last token afterwards: `[num_value_heads][key_dim][value_dim]`.
     pub memory: &'a mut [f32],
     /// Receives the memory before every 64th token, beginning with the first token of the call:
-    /// `[⌈tokens / 64⌉][num_value_heads][key_dim][value_dim]`, as [`run_sequences_backward`](super::run_sequences_backward) needs it.
+    /// `[⌈tokens / 64⌉][num_value_heads][key_dim][value_dim]`, as [`run_sequences_backward`](super::backward::run_sequences_backward) needs it.
     pub kept: Option<&'a mut [f32]>,
     /// Receives the output, `[tokens][num_value_heads · value_dim]`.
     pub out: &'a mut [f32],
@@ -38,7 +38,7 @@ pub struct DeltaSequence<'a> {
 
 /// One token of each of several sequences, as in a decode step, with normalized queries and keys.
 #[derive(Debug)]
-pub struct DeltaRows<'a, 'b> {
+pub(super) struct DeltaRows<'a, 'b> {
     /// Rows `[q heads | k heads | v heads]`, `[rows][width]`.
     pub qkv: &'a [f32],
     /// How much each value head writes, `[rows][num_value_heads]`.
@@ -78,7 +78,7 @@ thread_local! {
 ///
 /// # Panics
 /// Panics if the length of a slice does not match the number of tokens of its sequence.
-pub fn run_sequences(threads: &Threads, isa: Isa, shape: &Shape, sequences: &mut [DeltaSequence<'_>]) {
+pub(super) fn run_sequences(threads: &Threads, isa: Isa, shape: &Shape, sequences: &mut [DeltaSequence<'_>]) {
     let walks: Vec<Walk> = sequences
         .iter_mut()
         .map(|sequence| {
@@ -106,7 +106,7 @@ pub fn run_sequences(threads: &Threads, isa: Isa, shape: &Shape, sequences: &mut
 ///
 /// # Panics
 /// Panics if the length of a slice does not match the number of rows.
-pub fn run_rows(threads: &Threads, isa: Isa, shape: &Shape, rows: DeltaRows<'_, '_>) {
+pub(super) fn run_rows(threads: &Threads, isa: Isa, shape: &Shape, rows: DeltaRows<'_, '_>) {
     let DeltaRows { qkv, beta, g, memories, out } = rows;
     let count = shape.rows_of(qkv);
     check(shape, count, [beta.len(), g.len()], out.len());

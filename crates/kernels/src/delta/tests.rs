@@ -117,7 +117,7 @@ impl Tokens {
         ran
     }
 
-    fn run_back(&self, threads: &Threads, isa: Isa, kept: &[f32]) -> RanBack {
+    fn run_back(&self, threads: &Threads, isa: Isa, ran: &Ran) -> RanBack {
         let mut back = RanBack {
             d_qkv: vec![9.0; self.qkv.len()],
             d_beta: vec![9.0; self.beta.len()],
@@ -128,7 +128,8 @@ impl Tokens {
             qkv: &self.qkv,
             beta: &self.beta,
             g: &self.g,
-            kept,
+            kept: &ran.kept,
+            memory: &ran.memory,
             d_out: &self.d_out,
             d_memory: &mut back.d_memory,
             d_qkv: &mut back.d_qkv,
@@ -203,7 +204,7 @@ fn the_rule_and_its_gradients_are_the_naive_ones_on_every_isa() {
                 assert_close(&ran.out, &out, 2e-6, &what);
                 assert_close(&ran.memory, &memory, 2e-6, &what);
                 assert_same(&ran.kept[..heads.memory_len()], &sequence.memory, &what);
-                let back = sequence.run_back(&threads, isa, &ran.kept);
+                let back = sequence.run_back(&threads, isa, &ran);
                 assert_close(&back.d_qkv, &expected.d_qkv, 1e-5, &format!("d_qkv, {what}"));
                 assert_close(&back.d_beta, &expected.d_beta, 1e-5, &format!("d_beta, {what}"));
                 assert_close(&back.d_g, &expected.d_g, 1e-5, &format!("d_g, {what}"));

@@ -72,7 +72,6 @@ pub fn backward(
     assert_eq!(d_x.len(), x.len(), "the input and its gradient differ in length");
     let call = Call { threads, isa, weights, sequences, x, d_out };
     let kept = keep_states(&call, &mut states, d_x);
-    drop(states);
     let of_state = StateGradient {
         conv: vec![0.0; (shape.kernel - 1) * shape.conv_width()],
         memory: vec![0.0; shape.memory_len()],
@@ -91,7 +90,7 @@ pub fn backward(
                 Some(Part { sequence: *sequence, first, count: (len - first).min(count) })
             };
             let parts: Vec<Part> = wave.iter().filter_map(part).collect();
-            parts_backward(&call, &parts, &kept, &before, &mut d_states, &mut gradients, d_x);
+            parts_backward(&call, &parts, (&kept, &states), &before, &mut d_states, &mut gradients, d_x);
         }
         for index in wave {
             if let Some(after) = sequences[index].after {
@@ -142,7 +141,7 @@ fn starts(call: &Call<'_>, mut starts: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
 fn parts_backward(
     call: &Call<'_>,
     parts: &[Part],
-    kept: &[Vec<f32>],
+    kept: (&[Vec<f32>], &[State]),
     before: &[Vec<f32>],
     d_states: &mut [StateGradient],
     gradients: &mut Gradients,
@@ -206,7 +205,7 @@ fn begin(call: &Call<'_>, sources: &[Source<'_>], rows: &[usize], gradients: &mu
 fn rule_backward(
     call: &Call<'_>,
     parts: &[Part],
-    kept: &[Vec<f32>],
+    (kept, ends): (&[Vec<f32>], &[State]),
     d_states: &mut [StateGradient],
     gradients: &mut Gradients,
 ) {
@@ -222,11 +221,14 @@ fn rule_backward(
         let rows = |width: usize| first * width..(first + part.count) * width;
         let (wide, heads) = (part.count * shape.conv_width(), part.count * shape.num_value_heads);
         let states = part.first / KEPT_EVERY * shape.memory_len();
+        let next = states + shape.kept_len(part.count);
+        let after = kept[part.sequence].get(next..next + shape.memory_len());
         runs.push(DeltaBackward {
             qkv: &values.qkv[rows(shape.conv_width())],
             beta: &values.beta[rows(shape.num_value_heads)],
             g: &values.g[rows(shape.num_value_heads)],
-            kept: &kept[part.sequence][states..states + shape.kept_len(part.count)],
+            kept: &kept[part.sequence][states..next],
+            memory: after.unwrap_or(&ends[part.sequence].heads[..shape.memory_len()]),
             d_out: &d_read[rows(shape.value_width())],
             d_memory: &mut d_state.memory,
             d_qkv: d_qkv.split_off_mut(..wide).unwrap_or_default(),
