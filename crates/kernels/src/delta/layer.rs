@@ -272,14 +272,14 @@ fn recur(
     shape: &Shape,
     parts: &[Part],
     states: &mut [State],
-    mut kept: Option<&mut [Vec<f32>]>,
+    kept: Option<&mut [Vec<f32>]>,
     buffers: &mut Buffers,
 ) {
     let Buffers { qkv, beta, g, read } = buffers;
     let (mut qkv, mut beta, mut g) = (qkv.as_slice(), beta.as_slice(), g.as_slice());
     let mut read = read.as_mut_slice();
     let mut states = states.iter_mut().enumerate();
-    let mut kept = kept.as_deref_mut().map(|kept| kept.iter_mut().enumerate());
+    let mut kept = kept.map(|kept| kept.iter_mut().enumerate());
     let mut runs: Vec<DeltaSequence<'_>> = Vec::with_capacity(parts.len());
     for part in parts {
         // The parts are in the order of the sequences.

@@ -98,23 +98,23 @@ impl Inputs {
                 let beta = self.beta[gate];
                 let mut d_delta = vec![0.0; value_dim];
                 for i in 0..key_dim {
-                    for j in 0..value_dim {
+                    for (j, d_delta) in d_delta.iter_mut().enumerate() {
                         let (at, delta) = (i * value_dim + j, beta * (row[v + j] - recalled[j]));
                         d_row[q + i] += (decayed[at] + row[k + i] * delta) * d_out[j];
                         d[at] += row[q + i] * d_out[j];
                         d_row[k + i] += d[at] * delta;
-                        d_delta[j] += d[at] * row[k + i];
+                        *d_delta += d[at] * row[k + i];
                     }
                 }
-                for j in 0..value_dim {
-                    all.d_beta[gate] += d_delta[j] * (row[v + j] - recalled[j]);
-                    d_row[v + j] += beta * d_delta[j];
+                for (j, d_delta) in d_delta.iter().enumerate() {
+                    all.d_beta[gate] += d_delta * (row[v + j] - recalled[j]);
+                    d_row[v + j] += beta * d_delta;
                 }
                 for i in 0..key_dim {
-                    for j in 0..value_dim {
+                    for (j, d_delta) in d_delta.iter().enumerate() {
                         let at = i * value_dim + j;
-                        d[at] -= row[k + i] * beta * d_delta[j];
-                        d_row[k + i] -= decayed[at] * beta * d_delta[j];
+                        d[at] -= row[k + i] * beta * d_delta;
+                        d_row[k + i] -= decayed[at] * beta * d_delta;
                         all.d_g[gate] += d[at] * decayed[at];
                         d[at] *= self.g[gate].exp();
                     }

@@ -197,9 +197,9 @@ const SOLVED: usize = 8;
 #[inline(always)]
 unsafe fn solve_down_with<S: Simd>(l: &[f32], factors: &[f32], x: &mut [f32], y: &mut [f32], width: usize) {
     unsafe {
-        for row in 0..factors.len() {
+        for (row, factor) in factors.iter().enumerate() {
             let minus = |s: usize| -*l.as_ptr().add(row * CHUNK + s);
-            combine::<S>(x, y, width, row, 0..row, factors[row], minus);
+            combine::<S>(x, y, width, row, 0..row, *factor, minus);
         }
     }
 }
@@ -207,9 +207,9 @@ unsafe fn solve_down_with<S: Simd>(l: &[f32], factors: &[f32], x: &mut [f32], y:
 #[inline(always)]
 unsafe fn solve_up_with<S: Simd>(l: &[f32], factors: &[f32], x: &mut [f32], y: &mut [f32], width: usize) {
     unsafe {
-        for row in (0..factors.len()).rev() {
+        for (row, factor) in factors.iter().enumerate().rev() {
             let plus = |s: usize| *l.as_ptr().add(s * CHUNK + row);
-            combine::<S>(x, y, width, row, row + 1..factors.len(), -factors[row], plus);
+            combine::<S>(x, y, width, row, row + 1..factors.len(), -factor, plus);
         }
     }
 }
