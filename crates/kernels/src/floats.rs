@@ -2,6 +2,8 @@
 
 use std::ops::{Deref, DerefMut};
 
+use super::pack::zeros_in_huge_pages;
+
 /// Number of values in a cache line.
 const LINE: usize = 16;
 
@@ -16,6 +18,11 @@ pub(super) struct Floats {
 }
 
 impl Floats {
+    /// Allocates zeros, on Linux in huge pages where the kernel has them.
+    pub fn in_huge_pages(len: usize) -> Floats {
+        Floats { lines: zeros_in_huge_pages(len.div_ceil(LINE)) }
+    }
+
     /// Resizes the buffer to at least this many values; new ones are 0.
     pub fn resize(&mut self, len: usize) {
         self.lines.resize(len.div_ceil(LINE), Line::default());

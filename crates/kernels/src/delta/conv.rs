@@ -1,7 +1,8 @@
-//! The causal convolution over each channel of `[q | k | v]`.
+//! The causal convolution over each channel of `[q | k | v]`, with SiLU.
 
 use std::ops::Range;
 
+use super::super::mlp::silu;
 use super::super::rows::on_every_isa;
 use super::super::simd::{Simd, load_some, store_some};
 
@@ -77,11 +78,12 @@ pub(super) fn advance(conv: &Conv, state: &mut [f32], x: &[f32], width: usize, t
 }
 
 on_every_isa! {
-    /// Computes one token of the convolution, of all channels.
+    /// Computes one token of the convolution, of all channels, with SiLU. `mixed` receives the values before SiLU.
     ///
     /// # Safety
-    /// `out` has one value for each channel.
-    pub(super) unsafe fn conv_row(conv: &Conv, source: Source<'_>, out: &mut [f32]) = conv_with
+    /// `out` and `mixed` have one value for each channel.
+    pub(super) unsafe fn conv_row(conv: &Conv, source: Source<'_>, mixed: Option<&mut [f32]>, out: &mut [f32])
+        = conv_with
 }
 on_every_isa! {
     /// Computes the gradients of the inputs of some channels, from the last token to the first. `d_out` begins
@@ -103,26 +105,52 @@ on_every_isa! {
 }
 
 #[inline(always)]
-unsafe fn conv_with<S: Simd>(conv: &Conv, source: Source<'_>, out: &mut [f32]) {
+unsafe fn conv_with<S: Simd>(conv: &Conv, source: Source<'_>, mixed: Option<&mut [f32]>, out: &mut [f32]) {
+    /// The usual number of taps, for which all addresses stay in registers.
+    const USUAL: usize = 4;
+    let (taps, mixed) = (conv.taps.as_ptr(), mixed.map(<[f32]>::as_mut_ptr));
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe {
-        let first = source.input(conv, 0).as_ptr();
+        if conv.width == USUAL {
+            let inputs: [_; USUAL] = std::array::from_fn(|tap| source.input(conv, tap).as_ptr());
+            let weights: [_; USUAL] = std::array::from_fn(|tap| taps.add(tap * conv.channels));
+            silu_of_sums::<S>(conv, mixed, out, |bias, at, rest| {
+                let mut sum = bias;
+                for (weight, input) in weights.iter().zip(&inputs) {
+                    sum = S::fma(load_some::<S>(weight.add(at), rest), load_some::<S>(input.add(at), rest), sum);
+                }
+                sum
+            });
+        } else {
+            silu_of_sums::<S>(conv, mixed, out, |bias, at, rest| {
+                let mut sum = bias;
+                for tap in 0..conv.width {
+                    let weight = load_some::<S>(taps.add(tap * conv.channels + at), rest);
+                    sum = S::fma(weight, load_some::<S>(source.input(conv, tap).as_ptr().add(at), rest), sum);
+                }
+                sum
+            });
+        }
+    }
+}
+
+/// Computes SiLU of the sums that begin with the bias.
+#[inline(always)]
+unsafe fn silu_of_sums<S: Simd>(
+    conv: &Conv,
+    mixed: Option<*mut f32>,
+    out: &mut [f32],
+    sum: impl Fn(S::V, usize, usize) -> S::V,
+) {
+    unsafe {
         for at in (0..conv.channels).step_by(S::LANES) {
             let rest = conv.channels - at;
             let bias = conv.bias.as_ref().map_or(S::zero(), |bias| load_some::<S>(bias.as_ptr().add(at), rest));
-            let tap = load_some::<S>(conv.taps.as_ptr().add(at), rest);
-            let sum = S::fma(tap, load_some::<S>(first.add(at), rest), bias);
-            store_some::<S>(out.as_mut_ptr().add(at), sum, rest);
-        }
-        for tap in 1..conv.width {
-            let input = source.input(conv, tap).as_ptr();
-            let weights = conv.taps.as_ptr().add(tap * conv.channels);
-            let out = out.as_mut_ptr();
-            for at in (0..conv.channels).step_by(S::LANES) {
-                let rest = conv.channels - at;
-                let weight = load_some::<S>(weights.add(at), rest);
-                let sum = S::fma(weight, load_some::<S>(input.add(at), rest), load_some::<S>(out.add(at), rest));
-                store_some::<S>(out.add(at), sum, rest);
+            let sum = sum(bias, at, rest);
+            if let Some(mixed) = mixed {
+                store_some::<S>(mixed.add(at), sum, rest);
             }
+            store_some::<S>(out.as_mut_ptr().add(at), silu::<S>(sum).0, rest);
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 
+use super::super::floats::Floats;
 use super::super::isa::Isa;
 use super::super::rows::over_rows;
 use super::super::threads::{Shared, Threads};
@@ -189,7 +190,7 @@ pub(super) fn run_waves(
     sequences: &[Sequence],
     x: &[f32],
     states: &mut [State],
-    mut kept: Option<&mut [Vec<f32>]>,
+    mut kept: Option<&mut [Floats]>,
     finish: impl Fn(&[Source<'_>], &Buffers, &(dyn Fn(usize) -> usize + Sync)),
 ) {
     let shape = weights.shape;
@@ -257,7 +258,7 @@ pub(super) fn prepare(
             // Safety: each thread writes other rows, and all rows are inside the buffers.
             unsafe {
                 let row = qkv.part(index * shape.conv_width()..(index + 1) * shape.conv_width());
-                conv_row(isa, weights.conv, *source, row);
+                conv_row(isa, weights.conv, *source, None, row);
                 unit_row(isa, &shape, row);
                 gates_row(isa, weights, &source.row()[shape.b().start..], beta.part(gates.clone()), g.part(gates));
             }
@@ -272,7 +273,7 @@ fn recur(
     shape: &Shape,
     parts: &[Part],
     states: &mut [State],
-    kept: Option<&mut [Vec<f32>]>,
+    kept: Option<&mut [Floats]>,
     buffers: &mut Buffers,
 ) {
     let Buffers { qkv, beta, g, read } = buffers;

@@ -4,6 +4,7 @@
 //! 64th token, and writes the outputs of the delta rule to the columns of z in the result, which are not needed until
 //! the second pass. That one goes from the last rows to the first.
 
+use super::super::floats::Floats;
 use super::super::isa::Isa;
 use super::super::rows::{over_rows, take_turns};
 use super::super::threads::{Shared, Threads};
@@ -105,11 +106,11 @@ pub fn backward(
 
 /// Runs the sequences; returns the memory before every 64th token of each. Writes the outputs of the delta rule to the
 /// columns of z of `d_x`.
-fn keep_states(call: &Call<'_>, states: &mut [State], d_x: &mut [f32]) -> Vec<Vec<f32>> {
+fn keep_states(call: &Call<'_>, states: &mut [State], d_x: &mut [f32]) -> Vec<Floats> {
     let Call { threads, isa, weights, sequences, x, .. } = *call;
     let shape = weights.shape;
-    let mut kept: Vec<Vec<f32>> =
-        sequences.iter().map(|sequence| vec![0.0; shape.kept_len(sequence.rows.len())]).collect();
+    let mut kept: Vec<Floats> =
+        sequences.iter().map(|sequence| Floats::in_huge_pages(shape.kept_len(sequence.rows.len()))).collect();
     let d_x = Shared::new(d_x);
     run_waves(threads, isa, weights, sequences, x, states, Some(&mut kept), |sources, buffers, row_of| {
         over_rows(threads, sources.len(), shape.value_width(), |range| {
@@ -141,7 +142,7 @@ fn starts(call: &Call<'_>, mut starts: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
 fn parts_backward(
     call: &Call<'_>,
     parts: &[Part],
-    kept: (&[Vec<f32>], &[State]),
+    kept: (&[Floats], &[State]),
     before: &[Vec<f32>],
     d_states: &mut [StateGradient],
     gradients: &mut Gradients,
@@ -188,8 +189,7 @@ fn begin(call: &Call<'_>, sources: &[Source<'_>], rows: &[usize], gradients: &mu
             // Safety: each thread accesses other rows, and all rows are inside the buffers.
             unsafe {
                 let (mixed, qkv) = (mixed.part(wide.clone()), qkv.part(wide));
-                conv_row(isa, weights.conv, *source, mixed);
-                qkv.copy_from_slice(mixed);
+                conv_row(isa, weights.conv, *source, Some(mixed), qkv);
                 unit_row(isa, &shape, qkv);
                 gates_row(isa, weights, &source.row()[shape.b().start..], beta.part(gates.clone()), g.part(gates));
                 let (read, d_z) = (read.part(narrow.clone()), d_x.part(z));
@@ -205,7 +205,7 @@ fn begin(call: &Call<'_>, sources: &[Source<'_>], rows: &[usize], gradients: &mu
 fn rule_backward(
     call: &Call<'_>,
     parts: &[Part],
-    (kept, ends): (&[Vec<f32>], &[State]),
+    (kept, ends): (&[Floats], &[State]),
     d_states: &mut [StateGradient],
     gradients: &mut Gradients,
 ) {
@@ -222,13 +222,14 @@ fn rule_backward(
         let (wide, heads) = (part.count * shape.conv_width(), part.count * shape.num_value_heads);
         let states = part.first / KEPT_EVERY * shape.memory_len();
         let next = states + shape.kept_len(part.count);
-        let after = kept[part.sequence].get(next..next + shape.memory_len());
+        let is_last = part.first + part.count == call.sequences[part.sequence].rows.len();
+        let after = if is_last { &ends[part.sequence].heads[..] } else { &kept[part.sequence][next..] };
         runs.push(DeltaBackward {
             qkv: &values.qkv[rows(shape.conv_width())],
             beta: &values.beta[rows(shape.num_value_heads)],
             g: &values.g[rows(shape.num_value_heads)],
             kept: &kept[part.sequence][states..next],
-            memory: after.unwrap_or(&ends[part.sequence].heads[..shape.memory_len()]),
+            memory: &after[..shape.memory_len()],
             d_out: &d_read[rows(shape.value_width())],
             d_memory: &mut d_state.memory,
             d_qkv: d_qkv.split_off_mut(..wide).unwrap_or_default(),

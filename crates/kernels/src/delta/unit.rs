@@ -1,4 +1,4 @@
-//! SiLU after the convolution, and queries and keys divided by their lengths.
+//! Queries and keys divided by their lengths.
 
 use std::cell::RefCell;
 
@@ -16,16 +16,16 @@ thread_local! {
 }
 
 on_every_isa! {
-    /// Applies SiLU to a row `[q heads | k heads | v heads]`, divides each query and key head by its length,
-    /// y = x / √(Σx² + 10⁻⁶), and multiplies the queries by 1 / √key_dim.
+    /// Divides each query and key head of a row `[q heads | k heads | v heads]` by its length, y = x / √(Σx² + 10⁻⁶), and
+    /// multiplies the queries by 1 / √key_dim.
     ///
     /// # Safety
     /// `row` has the shape's `conv_width`.
     pub(super) unsafe fn unit_row(shape: &Shape, row: &mut [f32]) = unit_with
 }
 on_every_isa! {
-    /// Computes the gradient of [`unit_row`] from its input, over which it is written, and the gradient `dy` of its
-    /// output.
+    /// Computes the gradient of SiLU followed by [`unit_row`] from the input of SiLU, over which it is written, and the
+    /// gradient `dy` of the output.
     ///
     /// # Safety
     /// `row` and `dy` have the shape's `conv_width`.
@@ -42,10 +42,6 @@ fn factor(shape: &Shape, head: usize, squared: f32) -> f32 {
 #[inline(always)]
 unsafe fn unit_with<S: Simd>(shape: &Shape, row: &mut [f32]) {
     unsafe {
-        for at in (0..row.len()).step_by(S::LANES) {
-            let (rest, x) = (row.len() - at, row.as_mut_ptr().add(at));
-            store_some::<S>(x, silu::<S>(load_some::<S>(x, rest)).0, rest);
-        }
         let dim = shape.key_dim;
         for head in 0..2 * shape.num_key_heads {
             let x = row.as_mut_ptr().add(head * dim);
