@@ -5,7 +5,7 @@
 
 mod rope;
 
-use crate::spec::ModelShape;
+use crate::spec::{DeltaShape, ModelShape};
 use serde_json::Value;
 
 use super::weights::TensorDtype;
@@ -343,6 +343,14 @@ impl ModelDescription {
             vocab_size: self.vocab_size as u64,
             num_windowed_layers: windows().count() as u64,
             window: windows().max().map_or(0, |window| *window as u64),
+            delta_net: self.delta_net.as_ref().map(|net| DeltaShape {
+                num_layers: net.layers.iter().filter(|is_delta| **is_delta).count() as u64,
+                num_value_heads: net.num_value_heads as u64,
+                conv_width: net.conv_width() as u64,
+                value_width: net.value_width() as u64,
+                state_size: net.state_size() as u64,
+            }),
+            has_output_gate: self.has_output_gate,
             four_bit_weights: 0,
             nested_four_bit_weights: 0,
         }

@@ -11,7 +11,7 @@ use rlood_engine::kernels::threads::Threads;
 use rlood_engine::model::{Policy, RowScore};
 use rlood_types::spec::ComputeDtype;
 
-use crate::gradients::{as_rows, fixture, norm, rows_of, weights};
+use crate::gradients::{as_rows, fixture, norm, rows_of, trains_in_full, weights};
 
 /// Maximum difference of any token's log-prob in nats, relative for log-probs beyond 1 nat.
 #[derive(Clone, Copy, Debug)]
@@ -137,24 +137,34 @@ fn every_instruction_set_of_this_machine_agrees_with_the_oracle() {
     let isas: Vec<Isa> = Isa::available().collect();
     assert!(isas.contains(&Isa::Portable) && isas.contains(&Isa::best()));
     // Models with qk-norm, with a window, with biases everywhere and an odd number of threads; with soft caps and GELU,
-    // with rotary embedding on a part of each head.
-    let of_model =
-        [("qwen3", 1), ("mistral", 2), ("llama_bias", 3), ("gemma2", 2), ("gemma3_text", 3), ("phi3_partial", 1)];
+    // with rotary embedding on a part of each head, with Gated DeltaNet layers.
+    let of_model = [
+        ("qwen3", 1),
+        ("mistral", 2),
+        ("llama_bias", 3),
+        ("gemma2", 2),
+        ("gemma3_text", 3),
+        ("phi3_partial", 1),
+        ("qwen3_5", 3),
+    ];
     for (name, threads) in of_model {
         let dir = fixture(name);
         let oracle = |dtype| Policy::load_dtype(&dir, BackendKind::Reference, dtype).unwrap();
         let exact = results(&dir, oracle(ComputeDtype::F32));
-        let exact_of_all = results_of_all(&dir, oracle(ComputeDtype::F32));
+        let exact_of_all = trains_in_full(name).then(|| results_of_all(&dir, oracle(ComputeDtype::F32)));
         let rounded = results(&dir, oracle(ComputeDtype::Bf16));
         let threads = Arc::new(Threads::new(threads));
         for isa in &isas {
             let ours = |dtype| Policy::on_cpu(&dir, Cpu::with(dtype, *isa, threads.clone())).unwrap();
             let f32 = results(&dir, ours(ComputeDtype::F32)).distance(&exact);
-            let all = results_of_all(&dir, ours(ComputeDtype::F32)).distance(&exact_of_all);
             let bf16 = results(&dir, ours(ComputeDtype::Bf16)).distance(&rounded);
-            println!("{isa} {name}: f32 {f32}; all weights {all}; bf16 {bf16}");
+            println!("{isa} {name}: f32 {f32}; bf16 {bf16}");
             F32.holds(&format!("{name} on {isa}, f32"), f32);
-            F32.holds(&format!("{name} on {isa}, f32, all weights"), all);
+            if let Some(exact) = &exact_of_all {
+                let all = results_of_all(&dir, ours(ComputeDtype::F32)).distance(exact);
+                println!("{isa} {name}: all weights {all}");
+                F32.holds(&format!("{name} on {isa}, f32, all weights"), all);
+            }
             BF16.holds(&format!("{name} on {isa}, bf16"), bf16);
         }
     }

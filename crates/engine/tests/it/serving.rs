@@ -84,8 +84,8 @@ fn alone(name: &str, kind: BackendKind, slot: Option<u32>, request: &ServedReque
     run(&mut batcher(name, kind), &[(0, slot, request.clone())]).remove(&(0, 0)).unwrap()
 }
 
-/// Models of several kinds: qk-norm, biases, a sliding window of 8, norms after attention, rotary angles by length.
-const MODELS: [&str; 6] = ["qwen3", "qwen2", "mistral", "gemma3_text", "llama_dynamic", "qwen3_nf4"];
+/// Models of several kinds: qk-norm, biases, a sliding window of 8, norms after attention, rotary angles by length, states.
+const MODELS: [&str; 7] = ["qwen3", "qwen2", "mistral", "gemma3_text", "llama_dynamic", "qwen3_nf4", "qwen3_5"];
 
 #[test]
 fn answers_do_not_depend_on_the_batch() {

@@ -29,7 +29,7 @@ impl<B: Decode> Decoder<B> {
         let cache = self.backend.new_cache(&layer::heads(&self.config), &cached);
         Rows {
             adapters: RowAdapters::Same(adapter),
-            kept: KeptPrompts::default(),
+            kept: KeptPrompts::new(self.config.delta_net.is_some()),
             cache,
             hidden: None,
             picked: None,
