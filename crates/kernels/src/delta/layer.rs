@@ -15,8 +15,6 @@ use super::{KEPT_EVERY, Sequence, Shape, State, Weights};
 
 /// Number of rows of all sequences that are processed together, so that their intermediate values stay in caches.
 const ROWS_AT_ONCE: usize = 512;
-/// Minimum number of rows of one sequence that are processed together.
-const MIN_ROWS: usize = 16;
 
 /// Intermediate values of some rows.
 #[derive(Debug, Default)]
@@ -75,19 +73,20 @@ pub fn forward(
     let rows = check(weights, sequences, x, states);
     assert_eq!(out.len(), rows * shape.value_width(), "the output needs {rows} rows of {}", shape.value_width());
     let out = Shared::new(out);
-    run_waves(threads, isa, weights, sequences, x, states, None, |sources, buffers, first_row| {
-        over_rows(threads, sources.len(), 4 * shape.value_width(), |range| {
-            for index in range {
-                let read = &buffers.read[index * shape.value_width()..][..shape.value_width()];
-                let row = first_row(index);
-                // Safety: each thread writes other rows, and all rows are inside the buffer.
-                unsafe {
-                    let out = out.part(row * shape.value_width()..(row + 1) * shape.value_width());
-                    norm_row(isa, weights, read, &sources[index].row()[shape.z()], out);
+    let call = Call { threads, isa, weights, sequences, x };
+    let mut buffers = Buffers::default();
+    for group in groups(&call) {
+        run_group(&call, &group, states, None, &mut buffers, |sources, buffers, rows| {
+            over_rows(threads, sources.len(), 4 * shape.value_width(), |range| {
+                for index in range {
+                    let read = &buffers.read[index * shape.value_width()..][..shape.value_width()];
+                    let span = rows[index] * shape.value_width()..(rows[index] + 1) * shape.value_width();
+                    // Safety: each thread writes other rows, and all rows are inside the buffer.
+                    unsafe { norm_row(isa, weights, read, &sources[index].row()[shape.z()], out.part(span)) };
                 }
-            }
+            });
         });
-    });
+    }
 }
 
 /// Computes the layer's output `[rows][value_width]` for one token of each of several sequences, x `[rows][width]`, and
@@ -144,33 +143,48 @@ pub(super) fn check(weights: &Weights<'_>, sequences: &[Sequence], x: &[f32], st
     rows
 }
 
-/// The sequences that can run together, wave by wave: each one continues sequences of earlier waves.
-pub(super) fn waves(sequences: &[Sequence]) -> Vec<Vec<usize>> {
-    let mut depths: Vec<usize> = Vec::with_capacity(sequences.len());
+/// The operands of a call over sequences.
+#[derive(Clone, Copy)]
+pub(super) struct Call<'a> {
+    pub threads: &'a Threads,
+    pub isa: Isa,
+    pub weights: &'a Weights<'a>,
+    pub sequences: &'a [Sequence],
+    pub x: &'a [f32],
+}
+
+/// The sequences in groups that run together, in order: each sequence continues one of an earlier group. Few sequences
+/// form a group, so that their memories and intermediate values stay in caches.
+pub(super) fn groups(call: &Call<'_>) -> Vec<Vec<usize>> {
+    let mut depths: Vec<usize> = Vec::with_capacity(call.sequences.len());
     let mut waves: Vec<Vec<usize>> = Vec::new();
-    for (index, sequence) in sequences.iter().enumerate() {
+    for (index, sequence) in call.sequences.iter().enumerate() {
         let depth = sequence.after.map_or(0, |after| depths[after] + 1);
         depths.push(depth);
         waves.resize_with(waves.len().max(depth + 1), Vec::new);
         waves[depth].push(index);
     }
-    waves
+    let size = (ROWS_AT_ONCE / KEPT_EVERY).max(call.threads.count());
+    waves.iter().flat_map(|wave| wave.chunks(size).map(<[usize]>::to_vec)).collect()
 }
 
-/// Number of rows of each of several sequences that are processed together; a multiple of 64 if it is above 64.
-pub(super) fn rows_of_each(sequences: usize, min: usize) -> usize {
-    let rows = (ROWS_AT_ONCE / sequences.max(1)).max(min);
-    if rows > KEPT_EVERY { rows / KEPT_EVERY * KEPT_EVERY } else { rows }
+/// Number of rows of each of several sequences that are processed together: a multiple of 64.
+pub(super) fn rows_of_each(sequences: usize) -> usize {
+    (ROWS_AT_ONCE / sequences.max(1) / KEPT_EVERY).max(1) * KEPT_EVERY
+}
+
+/// The rows of x that belong to parts, in order.
+pub(super) fn rows_of(sequences: &[Sequence], parts: &[Part]) -> Vec<usize> {
+    let of_part = |part: &Part| {
+        let first = sequences[part.sequence].rows.start + part.first;
+        first..first + part.count
+    };
+    parts.iter().flat_map(of_part).collect()
 }
 
 /// The sources of all rows of parts.
-pub(super) fn sources<'a>(
-    weights: &Weights<'_>,
-    sequences: &[Sequence],
-    parts: &[Part],
-    x: &'a [f32],
-    before: &'a [Vec<f32>],
-) -> Vec<Source<'a>> {
+pub(super) fn sources<'a>(call: &Call<'a>, parts: &[Part], before: &'a [Vec<f32>]) -> Vec<Source<'a>> {
+    let Call { weights, sequences, x, .. } = *call;
     let width = weights.shape.width();
     let of_part = |part: &Part| {
         let Part { sequence, first, count } = *part;
@@ -180,65 +194,52 @@ pub(super) fn sources<'a>(
     parts.iter().flat_map(of_part).collect()
 }
 
-/// Runs everything before the gated norm. Calls `finish` for the rows of each round, with the function from the index
-/// of a row of the round to its row of x. Keeps the state before every 64th token of each sequence in `kept`.
-#[expect(clippy::too_many_arguments, reason = "every argument is an operand of one operation")]
-pub(super) fn run_waves(
-    threads: &Threads,
-    isa: Isa,
-    weights: &Weights<'_>,
-    sequences: &[Sequence],
-    x: &[f32],
+/// Runs everything before the gated norm for a group of sequences; `finish` gets the sources of the rows of each round,
+/// their intermediate values and their rows of x. Keeps the memory before every 64th token of each sequence in `kept`.
+pub(super) fn run_group(
+    call: &Call<'_>,
+    group: &[usize],
     states: &mut [State],
     mut kept: Option<&mut [Floats]>,
-    finish: impl Fn(&[Source<'_>], &Buffers, &(dyn Fn(usize) -> usize + Sync)),
+    buffers: &mut Buffers,
+    finish: impl Fn(&[Source<'_>], &Buffers, &[usize]),
 ) {
+    let Call { threads, isa, weights, sequences, x } = *call;
     let shape = weights.shape;
-    let mut buffers = Buffers::default();
-    for wave in waves(sequences) {
-        for index in &wave {
-            if let Some(after) = sequences[*index].after {
-                let (earlier, later) = states.split_at_mut(*index);
-                later[0].copy_from(&earlier[after]);
-            }
+    for index in group {
+        if let Some(after) = sequences[*index].after {
+            let (earlier, later) = states.split_at_mut(*index);
+            later[0].copy_from(&earlier[after]);
         }
-        let before: Vec<Vec<f32>> = states.iter_mut().map(|state| std::mem::take(&mut state.conv)).collect();
-        let min = if kept.is_some() { KEPT_EVERY } else { MIN_ROWS };
-        let mut at = 0;
-        loop {
-            let running: Vec<usize> = wave.iter().copied().filter(|index| sequences[*index].rows.len() > at).collect();
-            if running.is_empty() {
-                break;
-            }
-            // Every running sequence is at the same token, and stays so.
-            let count = rows_of_each(running.len(), min);
-            let part = |sequence: &usize| {
-                let count = (sequences[*sequence].rows.len() - at).min(count);
-                Part { sequence: *sequence, first: at, count }
-            };
-            let parts: Vec<Part> = running.iter().map(part).collect();
-            let sources = sources(weights, sequences, &parts, x, &before);
-            buffers.resize(&shape, sources.len());
-            prepare(threads, isa, weights, &sources, &mut buffers);
-            recur(threads, isa, &shape, &parts, states, kept.as_deref_mut(), &mut buffers);
-            let rows: Vec<usize> = parts
-                .iter()
-                .flat_map(|part| {
-                    let first = sequences[part.sequence].rows.start + part.first;
-                    first..first + part.count
-                })
-                .collect();
-            finish(&sources, &buffers, &|index| rows[index]);
-            at += count;
+    }
+    let before: Vec<Vec<f32>> = states.iter_mut().map(|state| std::mem::take(&mut state.conv)).collect();
+    let mut at = 0;
+    loop {
+        let running: Vec<usize> = group.iter().copied().filter(|index| sequences[*index].rows.len() > at).collect();
+        if running.is_empty() {
+            break;
         }
-        for (state, before) in states.iter_mut().zip(before) {
-            state.conv = before;
-        }
-        for index in wave {
-            let rows = &sequences[index].rows;
-            let x = &x[rows.start * shape.width()..rows.end * shape.width()];
-            advance(weights.conv, &mut states[index].conv, x, shape.width(), rows.len());
-        }
+        // All running sequences are at the same token.
+        let count = rows_of_each(running.len());
+        let part = |sequence: &usize| {
+            let count = (sequences[*sequence].rows.len() - at).min(count);
+            Part { sequence: *sequence, first: at, count }
+        };
+        let parts: Vec<Part> = running.iter().map(part).collect();
+        let sources = sources(call, &parts, &before);
+        buffers.resize(&shape, sources.len());
+        prepare(threads, isa, weights, &sources, buffers);
+        recur(threads, isa, &shape, &parts, states, kept.as_deref_mut(), buffers);
+        finish(&sources, buffers, &rows_of(sequences, &parts));
+        at += count;
+    }
+    for (state, before) in states.iter_mut().zip(before) {
+        state.conv = before;
+    }
+    for index in group {
+        let rows = &sequences[*index].rows;
+        let x = &x[rows.start * shape.width()..rows.end * shape.width()];
+        advance(weights.conv, &mut states[*index].conv, x, shape.width(), rows.len());
     }
 }
 

@@ -1,18 +1,18 @@
 //! The gradients of a layer over the rows of a call.
 //!
-//! Nothing is kept from the forward pass: a first pass over the rows computes it again, keeps the memory before every
-//! 64th token, and writes the outputs of the delta rule to the columns of z in the result, which are not needed until
-//! the second pass. That one goes from the last rows to the first.
+//! Nothing is kept from the forward pass. For each group of sequences, from the last to the first, a first pass over the
+//! rows computes it again, keeps the memory before every 64th token, and writes the outputs of the delta rule to the
+//! columns of z in the result, which are not needed until the second pass. That one goes from the last rows to the first.
 
 use super::super::floats::Floats;
 use super::super::isa::Isa;
 use super::super::rows::{over_rows, take_turns};
 use super::super::threads::{Shared, Threads};
 use super::backward::{DeltaBackward, run_sequences_backward};
-use super::conv::{Source, conv_row, input_gradients};
+use super::conv::{Source, advance, conv_row, input_gradients};
 use super::gated_norm::norm_vjp_row;
 use super::gates::{GatesGradient, gates_row, gates_vjp_row};
-use super::layer::{Buffers, Part, check, rows_of_each, run_waves, sources, waves};
+use super::layer::{Buffers, Call, Part, check, groups, rows_of, rows_of_each, run_group, sources};
 use super::unit::{unit_row, unit_vjp_row};
 use super::{KEPT_EVERY, Sequence, Shape, State, Weights};
 
@@ -33,21 +33,10 @@ struct Gradients {
 }
 
 /// The gradient of a [`State`].
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct StateGradient {
     conv: Vec<f32>,
     memory: Vec<f32>,
-}
-
-/// The operands of a call.
-#[derive(Clone, Copy)]
-struct Call<'a> {
-    threads: &'a Threads,
-    isa: Isa,
-    weights: &'a Weights<'a>,
-    sequences: &'a [Sequence],
-    x: &'a [f32],
-    d_out: &'a [f32],
 }
 
 /// Computes the gradient of [`forward`](super::forward): dL/dx = `d_x` `[rows][width]` from its input x `[rows][width]` and
@@ -71,51 +60,73 @@ pub fn backward(
     let rows = check(weights, sequences, x, &states);
     assert_eq!(d_out.len(), rows * shape.value_width(), "the output's gradient has the wrong length");
     assert_eq!(d_x.len(), x.len(), "the input and its gradient differ in length");
-    let call = Call { threads, isa, weights, sequences, x, d_out };
-    let kept = keep_states(&call, &mut states, d_x);
-    let of_state = StateGradient {
-        conv: vec![0.0; (shape.kernel - 1) * shape.conv_width()],
-        memory: vec![0.0; shape.memory_len()],
-    };
-    let mut d_states = vec![of_state; sequences.len()];
-    let before = vec![vec![0.0; (shape.kernel - 1) * shape.conv_width()]; sequences.len()];
-    let before = starts(&call, before);
+    let call = Call { threads, isa, weights, sequences, x };
+    let groups = groups(&call);
     let mut gradients = Gradients::default();
-    for wave in waves(sequences).into_iter().rev() {
-        let count = rows_of_each(wave.len(), KEPT_EVERY);
-        let rounds = wave.iter().map(|index| sequences[*index].rows.len().div_ceil(count)).max().unwrap_or(0);
+    // The states that other sequences continue.
+    for group in &groups {
+        let is_continued = |index: &usize| sequences.iter().any(|other| other.after == Some(*index));
+        let continued: Vec<usize> = group.iter().copied().filter(is_continued).collect();
+        run_group(&call, &continued, &mut states, None, &mut gradients.values, |_, _, _| ());
+    }
+    let before = starts(&call);
+    let mut d_states = vec![StateGradient::default(); sequences.len()];
+    for group in groups.iter().rev() {
+        for index in group {
+            begin_gradient(&call, *index, &mut d_states);
+        }
+        let kept = keep_states(&call, group, &mut states, &mut gradients.values, d_x);
+        let count = rows_of_each(group.len());
+        let rounds = group.iter().map(|index| sequences[*index].rows.len().div_ceil(count)).max().unwrap_or(0);
         for round in 0..rounds {
             let part = |sequence: &usize| {
                 let len = sequences[*sequence].rows.len();
                 let first = (len.div_ceil(count).checked_sub(round + 1)?) * count;
                 Some(Part { sequence: *sequence, first, count: (len - first).min(count) })
             };
-            let parts: Vec<Part> = wave.iter().filter_map(part).collect();
-            parts_backward(&call, &parts, (&kept, &states), &before, &mut d_states, &mut gradients, d_x);
-        }
-        for index in wave {
-            if let Some(after) = sequences[index].after {
-                let (earlier, later) = d_states.split_at_mut(index);
-                let (to, from) = (&mut earlier[after], &later[0]);
-                to.conv.iter_mut().zip(&from.conv).for_each(|(to, from)| *to += from);
-                to.memory.iter_mut().zip(&from.memory).for_each(|(to, from)| *to += from);
-            }
+            let parts: Vec<Part> = group.iter().filter_map(part).collect();
+            parts_backward(&call, &parts, (&kept, &states), (&before, d_out), &mut d_states, &mut gradients, d_x);
         }
     }
 }
 
-/// Runs the sequences; returns the memory before every 64th token of each. Writes the outputs of the delta rule to the
-/// columns of z of `d_x`.
-fn keep_states(call: &Call<'_>, states: &mut [State], d_x: &mut [f32]) -> Vec<Floats> {
-    let Call { threads, isa, weights, sequences, x, .. } = *call;
-    let shape = weights.shape;
-    let mut kept: Vec<Floats> =
-        sequences.iter().map(|sequence| Floats::in_huge_pages(shape.kept_len(sequence.rows.len()))).collect();
+/// Computes the gradient of the state with which a sequence ends: the sum over those that continue it, in order.
+fn begin_gradient(call: &Call<'_>, index: usize, d_states: &mut [StateGradient]) {
+    let shape = call.weights.shape;
+    let mut sum = StateGradient {
+        conv: vec![0.0; (shape.kernel - 1) * shape.conv_width()],
+        memory: vec![0.0; shape.memory_len()],
+    };
+    for (later, _) in call.sequences.iter().enumerate().filter(|(_, later)| later.after == Some(index)) {
+        let of_later = std::mem::take(&mut d_states[later]);
+        sum.conv.iter_mut().zip(&of_later.conv).for_each(|(sum, d)| *sum += d);
+        sum.memory.iter_mut().zip(&of_later.memory).for_each(|(sum, d)| *sum += d);
+    }
+    d_states[index] = sum;
+}
+
+/// Runs the sequences of a group; returns the memory before every 64th token of each. Writes the outputs of the delta
+/// rule to the columns of z of `d_x`.
+fn keep_states(
+    call: &Call<'_>,
+    group: &[usize],
+    states: &mut [State],
+    buffers: &mut Buffers,
+    d_x: &mut [f32],
+) -> Vec<Floats> {
+    let shape = call.weights.shape;
+    let mut kept: Vec<Floats> = vec![Floats::default(); call.sequences.len()];
+    for index in group {
+        kept[*index] = Floats::in_huge_pages(shape.kept_len(call.sequences[*index].rows.len()));
+        if call.sequences[*index].after.is_none() {
+            states[*index] = State::new(&shape);
+        }
+    }
     let d_x = Shared::new(d_x);
-    run_waves(threads, isa, weights, sequences, x, states, Some(&mut kept), |sources, buffers, row_of| {
-        over_rows(threads, sources.len(), shape.value_width(), |range| {
+    run_group(call, group, states, Some(&mut kept), buffers, |sources, buffers, rows| {
+        over_rows(call.threads, sources.len(), shape.value_width(), |range| {
             for index in range {
-                let first = row_of(index) * shape.width();
+                let first = rows[index] * shape.width();
                 // Safety: each thread writes other rows, and all rows are inside the buffer.
                 let to = unsafe { d_x.part(first + shape.z().start..first + shape.z().end) };
                 to.copy_from_slice(&buffers.read[index * shape.value_width()..][..shape.value_width()]);
@@ -126,13 +137,14 @@ fn keep_states(call: &Call<'_>, states: &mut [State], d_x: &mut [f32]) -> Vec<Fl
 }
 
 /// The convolution's last inputs before each sequence, from zeros.
-fn starts(call: &Call<'_>, mut starts: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
-    let (conv, width) = (call.weights.conv, call.weights.shape.width());
+fn starts(call: &Call<'_>) -> Vec<Vec<f32>> {
+    let (conv, shape, width) = (call.weights.conv, call.weights.shape, call.weights.shape.width());
+    let mut starts = vec![vec![0.0; (shape.kernel - 1) * shape.conv_width()]; call.sequences.len()];
     for (index, sequence) in call.sequences.iter().enumerate() {
         let Some(after) = sequence.after else { continue };
         let rows = &call.sequences[after].rows;
         let mut state = starts[after].clone();
-        super::conv::advance(conv, &mut state, &call.x[rows.start * width..rows.end * width], width, rows.len());
+        advance(conv, &mut state, &call.x[rows.start * width..rows.end * width], width, rows.len());
         starts[index] = state;
     }
     starts
@@ -143,20 +155,14 @@ fn parts_backward(
     call: &Call<'_>,
     parts: &[Part],
     kept: (&[Floats], &[State]),
-    before: &[Vec<f32>],
+    (before, d_out): (&[Vec<f32>], &[f32]),
     d_states: &mut [StateGradient],
     gradients: &mut Gradients,
     d_x: &mut [f32],
 ) {
     let shape = call.weights.shape;
-    let sources = sources(call.weights, call.sequences, parts, call.x, before);
-    let rows: Vec<usize> = parts
-        .iter()
-        .flat_map(|part| {
-            let first = call.sequences[part.sequence].rows.start + part.first;
-            first..first + part.count
-        })
-        .collect();
+    let sources = sources(call, parts, before);
+    let rows = rows_of(call.sequences, parts);
     gradients.values.resize(&shape, rows.len());
     for buffer in [&mut gradients.mixed, &mut gradients.d_qkv] {
         buffer.resize(rows.len() * shape.conv_width(), 0.0);
@@ -165,15 +171,22 @@ fn parts_backward(
         buffer.resize(rows.len() * shape.num_value_heads, 0.0);
     }
     gradients.d_read.resize(rows.len() * shape.value_width(), 0.0);
-    begin(call, &sources, &rows, gradients, d_x);
+    begin(call, &sources, &rows, d_out, gradients, d_x);
     rule_backward(call, parts, kept, d_states, gradients);
     end(call, &sources, &rows, gradients, d_x);
     convolve_back(call, parts, d_states, gradients, d_x);
 }
 
 /// Computes the inputs of the delta rule again, and the gradients of its outputs and of z.
-fn begin(call: &Call<'_>, sources: &[Source<'_>], rows: &[usize], gradients: &mut Gradients, d_x: &mut [f32]) {
-    let Call { threads, isa, weights, d_out, .. } = *call;
+fn begin(
+    call: &Call<'_>,
+    sources: &[Source<'_>],
+    rows: &[usize],
+    d_out: &[f32],
+    gradients: &mut Gradients,
+    d_x: &mut [f32],
+) {
+    let Call { threads, isa, weights, .. } = *call;
     let shape = weights.shape;
     let (conv_width, heads, value_width) = (shape.conv_width(), shape.num_value_heads, shape.value_width());
     let Buffers { qkv, beta, g, read } = &mut gradients.values;

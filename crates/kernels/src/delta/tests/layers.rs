@@ -240,6 +240,23 @@ fn many_sequences_give_the_bits_of_each_alone() {
 }
 
 #[test]
+fn many_continuations_of_one_sequence_add_their_gradients_in_order() {
+    let shape = shape_of(1, 2, 5, 6);
+    let layer = Layer::new(shape, false);
+    let mut sequences = vec![Sequence { rows: 0..5, after: None }];
+    sequences.extend((0..20).map(|index| Sequence { rows: 5 + 3 * index..8 + 3 * index, after: Some(0) }));
+    let rows = 65;
+    let (x, d_out) = (layer.x(rows, 1), noise(rows * shape.value_width(), 2));
+    let expected = differences(&wide(&x), &d_out, |x| layer.naive_of(&sequences, x));
+    for isa in Isa::available() {
+        // The number of threads changes which sequences run together.
+        let all = [1, 13].map(|count| layer.backward(&Threads::new(count), isa, &sequences, &x, &d_out));
+        assert_close(&all[0], &expected, 2e-5, &format!("{isa}"));
+        assert_same(&all[0], &all[1], &format!("{isa}"));
+    }
+}
+
+#[test]
 fn avx2_and_avx512_give_the_same_bits() {
     if !Isa::Avx512.is_available() {
         return;
