@@ -17,6 +17,10 @@ pub(super) use codes::{EXPAND_PORTABLE, Expand};
 /// Number of outputs in a panel of a packed weight.
 pub const PANEL: usize = 32;
 
+/// Number of elements from one packed row of inputs to the next. It is a constant, so that one register addresses all
+/// rows; an odd number of cache lines, so that rows are in different cache sets; and more than the depth of a block.
+pub(super) const INPUT_STRIDE: usize = 1040;
+
 /// Inputs of a bf16 pack are padded with zeros to a multiple of this, the depth of an AMX tile.
 const DEPTH: usize = 32;
 
