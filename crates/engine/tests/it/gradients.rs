@@ -164,7 +164,9 @@ fn each() -> impl Iterator<Item = (&'static str, BackendKind)> {
 #[test]
 fn every_lora_parameter_gets_the_gradient_of_finite_differences() {
     for (name, kind) in each() {
-        assert_gradients_are_differences(name, kind, &mut policy(name, kind), 4e-3);
+        // The norm after a Gated DeltaNet makes the loss curved, so the differences must be small.
+        let step = if trains_in_full(name) { 4e-3 } else { 5e-4 };
+        assert_gradients_are_differences(name, kind, &mut policy(name, kind), step);
     }
 }
 
@@ -392,6 +394,8 @@ fn assert_rows_agree(what: &str, a: &[f32], b: &[f32], tolerance: f64) {
 fn cached_generation_equals_the_full_forward_whatever_the_batch() {
     for (name, kind) in each() {
         let policy = policy(name, kind);
+        // The norm after a Gated DeltaNet amplifies the differences between products of the oracle.
+        let tolerance = if trains_in_full(name) { 1e-5 } else { 5e-5 };
         let name = format!("{name}, {kind:?}");
         // Longer than Mistral's window of 8; the first and third are the same prompt.
         let prompts = [random_ids(10, 11), random_ids(11, 2), random_ids(10, 11), random_ids(12, 19)];
@@ -405,7 +409,7 @@ fn cached_generation_equals_the_full_forward_whatever_the_batch() {
             for (row, sequence) in sequences.iter().enumerate() {
                 if step % 3 == 0 || row == 0 {
                     let full = policy.logits(sequence, &[sequence.len() - 1], Adapter::On).unwrap();
-                    assert_rows_agree(&format!("{name} step {step} row {row}"), logits.row(row), &full[0], 1e-5);
+                    assert_rows_agree(&format!("{name} step {step} row {row}"), logits.row(row), &full[0], tolerance);
                 }
             }
             if step == 10 || step == 20 {
@@ -431,7 +435,7 @@ fn cached_generation_equals_the_full_forward_whatever_the_batch() {
             policy.append(&mut state, &[*token]).unwrap();
         }
         let alone = policy.next_logits(&state).unwrap();
-        assert_rows_agree(&name, alone.row(0), logits.row(0), 1e-5);
+        assert_rows_agree(&name, alone.row(0), logits.row(0), tolerance);
         assert!(policy.append(&mut state, &[1, 2]).is_err());
     }
 }
