@@ -44,6 +44,9 @@ struct StateGradient {
 /// states with which several sequences continue the same one are added in the order of the list. Rows outside all
 /// sequences are not written.
 ///
+/// Allocates three times the memory of each sequence, and `num_value_heads · key_dim · value_dim` values for every 64
+/// tokens of the sequences that run together (8, or the number of threads if that is more).
+///
 /// # Panics
 /// Panics if lengths do not match, sequences overlap, or a sequence does not continue an earlier one.
 pub fn backward(

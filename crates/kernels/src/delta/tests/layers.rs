@@ -296,6 +296,24 @@ fn huge_gates_give_finite_results_and_nan_stays_nan() {
 }
 
 #[test]
+fn sequences_that_overlap_or_continue_a_later_one_are_refused() {
+    let shape = shape_of(1, 1, 2, 2);
+    let layer = Layer::new(shape, false);
+    let x = layer.x(4, 1);
+    for (sequences, message) in [
+        (vec![Sequence { rows: 0..3, after: None }, Sequence { rows: 2..4, after: None }], "overlap"),
+        (vec![Sequence { rows: 0..5, after: None }], "exceed"),
+        (vec![Sequence { rows: 0..2, after: Some(1) }, Sequence { rows: 2..4, after: None }], "an earlier one"),
+    ] {
+        let run = || layer.forward(&Threads::new(1), Isa::Portable, &sequences, &x);
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).unwrap_err();
+        let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap();
+        assert!(text.contains(message), "{text}");
+    }
+}
+
+#[test]
 fn a_state_is_copied_and_measured() {
     let shape = shape_of(1, 2, 3, 5);
     let layer = Layer::new(shape, true);
