@@ -2,6 +2,7 @@
 //! operations of a [`backend`](super::backend).
 
 mod attention;
+mod batch;
 pub mod decode;
 mod decoder;
 pub mod full;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::layer::{Batch, Norm, Places};
+use super::batch::{Batch, Norm, Places, heads};
 use super::packing::Packing;
 use super::rope::Angles;
 use crate::backend::{Attention, AttentionBackward, Compute, Rotation};
@@ -68,7 +68,7 @@ impl<B: Compute> SelfAttention<B> {
         };
         let window = config.windows[index];
         Ok(SelfAttention {
-            heads: super::layer::heads(config),
+            heads: heads(config),
             window,
             rotates: config.rotates[index],
             is_local: window.is_some() && config.local_rope.is_some(),
@@ -119,7 +119,7 @@ impl<B: Compute> SelfAttention<B> {
             let at = head * head_dim;
             [at..at + head_dim, width + at..width + at + head_dim]
         };
-        let ranges: Vec<Range<usize>> = (0..num_heads).flat_map(head).chain([q_width..width]).collect();
+        let ranges: Vec<Range<usize>> = (0..num_heads).flat_map(head).chain(std::iter::once(q_width..width)).collect();
         backend.gather_columns(&all, &ranges)
     }
 

@@ -1,7 +1,7 @@
 //! The part of a decoder layer that mixes tokens, between its projections: attention, or a Gated DeltaNet.
 
 use super::attention::{SavedAttention, SelfAttention, wrong_kind};
-use super::layer::{Batch, Norm, Places};
+use super::batch::{Batch, Norm, Places};
 use crate::backend::{CachedLayer, Compute, Decode};
 use crate::error::Result;
 use crate::load::Weights;

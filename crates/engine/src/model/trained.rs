@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
+use super::batch::heads;
 use super::full::Full;
-use super::layer::heads;
 use super::{Network, ParameterInfo, Policy, no_adapter, with_decoder};
 use crate::backend::{Buffers, Compute, Flat};
 use crate::error::{EngineError, Result};

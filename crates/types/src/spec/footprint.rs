@@ -10,8 +10,7 @@ mod ranks;
 
 pub use ranks::RanksFootprint;
 
-use super::facts::DeltaShape;
-use super::{ComputeDtype, LoraPlan, ModelShape, OptimizerKind, Plan, Reference};
+use super::{ComputeDtype, DeltaShape, LoraPlan, ModelShape, OptimizerKind, Plan, Reference};
 
 /// The device that a run computes on, and its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -507,6 +506,9 @@ fn saved_width(shape: &ModelShape, gradient_checkpointing: bool) -> u64 {
 const STATE_TOKENS: u64 = 64;
 const STATES_OF_SEQUENCE: u64 = 3;
 
+/// Number of rows whose intermediate values a Gated DeltaNet layer computes together.
+const DELTA_ROWS: u64 = 512;
+
 /// Returns the size of a sequence's state in one Gated DeltaNet layer, in bytes.
 fn layer_state_bytes(shape: &ModelShape) -> u64 {
     shape.delta_net.map_or(0, |net| F32 * net.state_size)
@@ -514,8 +516,10 @@ fn layer_state_bytes(shape: &ModelShape) -> u64 {
 
 /// Returns the memory of the states of one layer in its backward pass, in bytes.
 fn delta_backward_bytes(shape: &ModelShape, tokens: u64, sequences: u64) -> u64 {
+    let values = shape.delta_net.map_or(0, |net| 3 * net.conv_width + 2 * net.value_width);
     // Each sequence may have one more state than its tokens fill.
-    layer_state_bytes(shape) * (tokens / STATE_TOKENS + (1 + STATES_OF_SEQUENCE) * sequences)
+    let states = tokens / STATE_TOKENS + (1 + STATES_OF_SEQUENCE) * sequences;
+    layer_state_bytes(shape) * states + F32 * values * tokens.min(DELTA_ROWS)
 }
 
 #[cfg(test)]
@@ -582,6 +586,38 @@ mod tests {
         let expected =
             4_000_000_000 + 2 * 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * SHAPE.num_hidden_layers * tokens;
         assert_eq!(rollout_server_bytes(&served, 1_000_000_000, &SHAPE, Some(64)), expected);
+    }
+
+    #[test]
+    fn states_do_not_grow_with_the_sequence() {
+        let net = DeltaShape {
+            num_layers: 18,
+            num_value_heads: 16,
+            conv_width: 6144,
+            value_width: 2048,
+            state_size: 280_576,
+        };
+        let hybrid = ModelShape { delta_net: Some(net), has_output_gate: true, ..SHAPE };
+        let cache = |shape: &ModelShape, tokens: u64| kv_cache_bytes(shape, (1, tokens), (4, tokens));
+        let added = |shape: &ModelShape| cache(shape, 16_384) - cache(shape, 8192);
+        assert_eq!(added(&hybrid), added(&SHAPE) / 4);
+        assert_eq!(cache(&hybrid, 16) - cache(&SHAPE, 16) / 4, 5 * 4 * 18 * 280_576);
+        // The states of one layer under recomputation, one per 64 tokens.
+        let rows = 4 * 512 * (3 * 6144 + 2 * 2048);
+        assert_eq!(delta_backward_bytes(&hybrid, 6400, 0), 100 * 4 * 280_576 + rows);
+        let lora = |plan: &mut Plan, names: &[&str]| {
+            let mut lora = LoraPlan::all_linear(16, 32.0);
+            lora.target_modules = names.iter().map(|name| (*name).to_owned()).collect();
+            plan.lora = Some(lora);
+            trainable_parameters(plan, 0, &hybrid)
+        };
+        let mut plan = crate::spec::example::resolved(serde_json::json!({
+            "model": "m", "dataset": {"records": [{"prompt": "a"}, {"prompt": "b"}]},
+            "rewards": [{"type": "length", "min_words": 1, "max_words": 2}], "training": {"prompts_per_step": 1},
+        }));
+        assert_eq!(lora(&mut plan, &["q_proj"]), 6 * 16 * (1024 + 2 * 1024));
+        assert_eq!(lora(&mut plan, &["in_proj_qkv", "out_proj"]), 18 * 16 * (1024 + 6144 + 1024 + 2048));
+        assert_eq!(lora(&mut plan, &["in_proj_a", "up_proj"]), 16 * (18 * (1024 + 16) + 24 * (1024 + 4096)));
     }
 
     #[test]

@@ -6,9 +6,9 @@ use super::Decoder;
 use crate::backend::{CachedLayer, Choice, Chosen, Decode, Step, Tokens};
 use crate::error::{EngineError, Result};
 use crate::model::Adapter;
+use crate::model::batch::{Places, heads};
 use crate::model::decode::{Picks, RowAdapters, Rows};
 use crate::model::kept::KeptPrompts;
-use crate::model::layer::{self, Places};
 use crate::model::mixer::Mixer;
 use crate::model::packing::Packing;
 use crate::model::pass::{Applied, Pass};
@@ -26,7 +26,7 @@ impl<B: Decode> Decoder<B> {
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
         self.backend.release_cached();
         let cached: Vec<CachedLayer> = self.layers.iter().map(|layer| layer.mixer.cached_layer()).collect();
-        let cache = self.backend.new_cache(&layer::heads(&self.config), &cached);
+        let cache = self.backend.new_cache(&heads(&self.config), &cached);
         Rows {
             adapters: RowAdapters::Same(adapter),
             kept: KeptPrompts::new(self.config.delta_net.is_some()),
