@@ -233,7 +233,7 @@ pub struct LinearShape {
     pub name: &'static str,
     /// Number of outputs.
     pub outputs: usize,
-    /// Number of inputs.
+    /// Number of inputs that are remembered.
     pub inputs: usize,
     /// Number of layers that have the matrix.
     pub layers: usize,

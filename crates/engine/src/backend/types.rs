@@ -340,7 +340,7 @@ pub struct Attention<'a> {
     pub window: Option<usize>,
 }
 
-/// What a layer keeps of the tokens of a sequence during generation.
+/// The values that a layer keeps of the tokens of a sequence during generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CachedLayer {
     /// The keys and values of the tokens in the attention window; None means all tokens.

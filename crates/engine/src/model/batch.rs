@@ -1,4 +1,4 @@
-//! What the parts of a decoder layer share: the weight of a norm, a packed batch with its rotary angles, the sizes of heads.
+//! Shared by the parts of a decoder layer: the weight of a norm, a packed batch with its rotary angles, the sizes of heads.
 
 use std::ops::Range;
 

@@ -17,7 +17,7 @@ pub enum Mixer<B: Compute> {
     Delta(B::DeltaNet),
 }
 
-/// What later tokens read of the tokens of prompts.
+/// The values of prompts that later tokens read.
 #[derive(Debug)]
 pub enum Cached<B: Compute> {
     /// Rows `[q | k | v]` of all tokens.
@@ -29,13 +29,13 @@ pub enum Cached<B: Compute> {
 /// The values of the forward pass that the backward pass reads.
 #[derive(Debug)]
 pub enum SavedMixer<B: Compute> {
-    /// Values of attention.
+    /// The values that attention has saved.
     Attention(SavedAttention<B>),
     /// Values of a Gated DeltaNet.
     Delta {
-        /// The projected rows.
+        /// The rows after the input projections.
         x: B::Tensor,
-        /// The output.
+        /// The output of the layer, before its projection.
         mixed: B::Tensor,
     },
 }
@@ -62,7 +62,7 @@ impl<B: Compute> Mixer<B> {
         }
     }
 
-    /// What the layer keeps of a sequence during generation.
+    /// The values that the layer keeps of a sequence during generation.
     pub fn cached_layer(&self) -> CachedLayer {
         match self {
             Mixer::Attention(attention) => CachedLayer::Keys(attention.window),

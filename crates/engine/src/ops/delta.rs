@@ -82,7 +82,7 @@ fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
 
-/// The derivative of SiLU.
+/// The derivative of SiLU at a value.
 fn silu_slope(x: f32) -> f32 {
     let s = sigmoid(x);
     s * (1.0 + x * (1.0 - s))

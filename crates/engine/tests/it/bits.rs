@@ -54,7 +54,7 @@ fn each() -> impl Iterator<Item = Case> {
     exact_kinds().into_iter().flat_map(|kind| on(kind).map(move |(name, dtype)| Case { name, kind, dtype }))
 }
 
-/// What can be trained in an architecture.
+/// The parts of an architecture that can be trained.
 fn trainings(name: &str) -> impl Iterator<Item = Trained> {
     let all = trains_in_full(name);
     [Trained::Lora, Trained::Everything].into_iter().filter(move |what| all || *what == Trained::Lora)

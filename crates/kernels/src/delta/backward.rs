@@ -68,7 +68,7 @@ struct Scratch {
     d_states: Floats,
     q: Floats,
     k: Floats,
-    /// Keys, `[key][64]`.
+    /// The keys of a chunk, `[key][64]`.
     k_columns: Floats,
     /// Dot products, `[64 tokens][64 tokens]`.
     kk: Floats,

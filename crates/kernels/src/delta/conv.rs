@@ -30,12 +30,12 @@ impl Conv {
         Conv { taps, bias: bias.map(<[f32]>::to_vec), width, channels }
     }
 
-    /// Number of taps.
+    /// Number of taps of the convolution.
     pub fn width(&self) -> usize {
         self.width
     }
 
-    /// Number of channels.
+    /// Number of channels that are convolved.
     pub fn channels(&self) -> usize {
         self.channels
     }

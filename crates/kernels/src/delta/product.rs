@@ -13,11 +13,11 @@ const TILE: usize = 4;
 /// The part of the depth that a row of a triangular matrix needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Depth {
-    /// All of it.
+    /// The whole matrix is used.
     All,
     /// Up to the row's own index: a lower triangle.
     UpTo,
-    /// From the row's own index on: an upper triangle.
+    /// An upper triangle: each row from its own index on.
     From,
 }
 

@@ -15,7 +15,7 @@ use crate::spec::schema::enumeration;
 pub(in crate::spec) const ALL_LINEAR: [&str; 7] =
     ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 /// The projections that can have an adapter. Some models (Phi-3, Granite 4) store several as one; the last five are those of
-/// Gated DeltaNet layers (Qwen3.5).
+/// The Gated DeltaNet layers of Qwen3.5.
 const PROJECTIONS: [&str; 16] = [
     "q_proj",
     "k_proj",
