@@ -7,6 +7,8 @@
 //!
 //! A backend owns its buffers. The decoder never reads their values, so a device can keep them and run asynchronously.
 //! Operations that wait for a result return host values: [`Compute::score`], [`Decode::choose`], [`Buffers::download`].
+//!
+//! Longer than 500 lines: the three traits are one interface, and extend each other.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
