@@ -231,7 +231,7 @@ impl Weights {
 pub struct LinearShape {
     /// Name of the matrix.
     pub name: &'static str,
-    /// Number of outputs.
+    /// Number of outputs of the layer.
     pub outputs: usize,
     /// Number of inputs that are remembered.
     pub inputs: usize,

@@ -88,8 +88,7 @@ impl<B: Compute> SelfAttention<B> {
         Ok(())
     }
 
-    /// The columns of each query head, then those of keys and values, and the columns of each head's gate, in a row of a
-    /// projection with gates.
+    /// The columns of each query head, then those of keys and values, and those of each head's gate, in a row with gates.
     fn gated_columns(&self) -> (Vec<Range<usize>>, Vec<Range<usize>>) {
         let Heads { num_heads, head_dim, .. } = self.heads;
         let start = |head: usize| 2 * head * head_dim;

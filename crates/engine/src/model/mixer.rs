@@ -11,7 +11,7 @@ use crate::ops::delta;
 /// The part of a decoder layer that mixes tokens.
 #[derive(Clone, Debug)]
 pub enum Mixer<B: Compute> {
-    /// Attention.
+    /// Attention to keys and values.
     Attention(Box<SelfAttention<B>>),
     /// A Gated DeltaNet, which has a state of constant size.
     Delta(B::DeltaNet),

@@ -198,8 +198,8 @@ impl Weights {
         }
     }
 
-    /// Computes one token's gradients of z, b and a in `dx`, and of the memory before the token; returns those of the
-    /// convolution's output.
+    /// Computes one token's gradients of z, b and a in `dx`, and of the memory before the token.
+    /// Returns the gradients of the convolution's output.
     fn token_vjp(
         &self,
         (x, dy): (&[f32], &[f32]),

@@ -36,7 +36,7 @@ pub(super) struct DeltaBackward<'a> {
     /// The gradient of the output, `[tokens][value_width]`.
     pub d_out: &'a [f32],
     /// The gradient of the memory after the last token; receives the gradient of the memory before the first token:
-    /// `[num_value_heads][key_dim][value_dim]`.
+    /// The gradients, `[num_value_heads][key_dim][value_dim]`.
     pub d_memory: &'a mut [f32],
     /// Receives the gradient of the normalized queries and keys, and of the values, `[tokens][conv_width]`.
     pub d_qkv: &'a mut [f32],

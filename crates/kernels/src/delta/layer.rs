@@ -50,7 +50,7 @@ pub(super) struct Part {
     pub sequence: usize,
     /// First token, counted from the sequence's beginning.
     pub first: usize,
-    /// Number of tokens.
+    /// Number of tokens of the call.
     pub count: usize,
 }
 

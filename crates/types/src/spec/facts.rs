@@ -143,8 +143,8 @@ pub struct DeltaShape {
 }
 
 impl DeltaShape {
-    /// Returns the width of the projection that the layer reads: queries, keys, values, their gate, and the gates of writing and
-    /// forgetting.
+    /// Returns the width of the projection that the layer reads: queries, keys, values, their gate, and the gates
+    /// that write and forget.
     pub fn width(&self) -> u64 {
         self.conv_width + self.value_width + 2 * self.num_value_heads
     }
