@@ -148,7 +148,7 @@ pub fn adapter_config(bytes: &[u8]) {
         };
         let selected: Vec<StoredModule> =
             (0..3).map(stored).filter(|module| config.selects(&module.name) != Some(false)).collect();
-        if let Ok(plan) = config.plan(&selected, &["self_attn.q_proj", path], 3) {
+        if let Ok(plan) = config.plan(&selected, &["self_attn.q_proj", path], 3, |_, _| true) {
             let ranks = (0..3).filter_map(|layer| plan.of(layer, path));
             assert!(ranks.into_iter().all(|rank| plan.scaling(rank).is_finite()));
         }

@@ -13,7 +13,7 @@ pub struct BenchArgs {
     #[arg(long, default_value = "cpu", value_name = "DEVICE")]
     pub device: Device,
 
-    /// Dimensions of the random model: tiny, small, qwen3-0.6b, qwen3-4b or qwen3-8b, optionally with changes, as in
+    /// Dimensions of the random model: tiny, small, qwen3-0.6b, qwen3-4b, qwen3-8b or qwen3.5-0.8b, optionally with changes, as in
     /// `small,layers=2,vocab=4096` (hidden, layers, heads, kv, head_dim, inter, vocab, pos, tie).
     #[arg(long, default_value = "tiny", value_name = "NAME[,KEY=N…]")]
     pub shape: String,

@@ -7,6 +7,8 @@
 //!
 //! A backend owns its buffers. The decoder never reads their values, so a device can keep them and run asynchronously.
 //! Operations that wait for a result return host values: [`Compute::score`], [`Decode::choose`], [`Buffers::download`].
+//!
+//! Longer than 500 lines: the three traits are one interface, and extend each other.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -23,12 +25,12 @@ use super::error::{EngineError, Result};
 pub use super::kernels::head::{Chosen, Pick};
 pub use super::kernels::mlp::Activation;
 use super::load::Matrix;
-use super::ops::RopeTable;
-use super::ops::slices::{Heads, TokenScore};
+use super::ops::slices::{Group, Heads, TokenScore};
+use super::ops::{RopeTable, delta};
 pub use flat::{Flat, Optimizer};
 pub use types::{
-    AdapterBackward, AdapterBlock, AdapterPass, AdapterShape, Attention, AttentionBackward, Choice, FullSlot, Head,
-    HeadBackward, LinearBackward, Mask, Module, Rotation, Step, Stepped, TokenDropout, Tokens,
+    AdapterBackward, AdapterBlock, AdapterPass, AdapterShape, Attention, AttentionBackward, CachedLayer, Choice,
+    FullSlot, Head, HeadBackward, LinearBackward, Mask, Module, Rotation, Step, Stepped, TokenDropout, Tokens,
 };
 
 /// The backend that a model runs on.
@@ -139,6 +141,10 @@ pub trait Compute: Buffers {
     type Softmax: Debug + Send + Sync;
     /// Values of each row's softmax that the backward pass of the head needs.
     type Normalizers: Debug + Send + Sync;
+    /// The weights of a Gated DeltaNet layer, besides its projections.
+    type DeltaNet: Clone + Debug + Send + Sync;
+    /// The states of sequences in a Gated DeltaNet layer.
+    type DeltaStates: Debug + Send + Sync;
 
     /// Creates LoRA factors from parameters, in the layout that products read.
     fn adapter_from(&self, parameters: &Self::FlatBuffer, shape: &AdapterShape) -> Result<Self::Adapter>;
@@ -272,6 +278,51 @@ pub trait Compute: Buffers {
     /// Returns dL/d`[gate | up]` of [`Compute::gated`].
     fn gated_vjp(&self, activation: Activation, gate_up: &Self::Tensor, dy: &Self::Tensor) -> Result<Self::Tensor>;
 
+    /// Selects ranges of columns, and puts them one after another.
+    fn gather_columns(&self, x: &Self::Tensor, ranges: &[Range<usize>]) -> Result<Self::Tensor> {
+        let parts = ranges.iter().map(|range| self.columns(x, range.clone())).collect::<Result<Vec<_>>>()?;
+        self.concat_columns(&parts.iter().collect::<Vec<_>>())
+    }
+    /// Multiplies x elementwise by the sigmoid of a gate.
+    fn sigmoid_gated(&self, _x: &Self::Tensor, _gate: &Self::Tensor) -> Result<Self::Tensor> {
+        Err(no_kernel("models with a gate on attention's output"))
+    }
+    /// Returns dL/dx and dL/dgate of [`Compute::sigmoid_gated`].
+    fn sigmoid_gated_vjp(
+        &self,
+        _x: &Self::Tensor,
+        _gate: &Self::Tensor,
+        _dy: &Self::Tensor,
+    ) -> Result<(Self::Tensor, Self::Tensor)> {
+        Err(no_kernel("models with a gate on attention's output"))
+    }
+
+    /// Uploads the weights of a Gated DeltaNet layer, besides its projections.
+    fn upload_delta_net(&self, _weights: delta::Weights) -> Result<Self::DeltaNet> {
+        Err(no_kernel("Gated DeltaNet layers"))
+    }
+    /// Computes a Gated DeltaNet layer between its projections, for a packed batch: maps x `[tokens, width]`, rows of
+    /// `[q | k | v | z | b | a]`, to `[tokens, value_width]`. Completions begin with the state after their prompt. Also returns
+    /// the states after the prompts.
+    fn delta_net(
+        &self,
+        _net: &Self::DeltaNet,
+        _groups: &[Group],
+        _x: &Self::Tensor,
+    ) -> Result<(Self::Tensor, Self::DeltaStates)> {
+        Err(no_kernel("Gated DeltaNet layers"))
+    }
+    /// Returns dL/dx of [`Compute::delta_net`].
+    fn delta_net_vjp(
+        &self,
+        _net: &Self::DeltaNet,
+        _groups: &[Group],
+        _x: &Self::Tensor,
+        _dy: &Self::Tensor,
+    ) -> Result<Self::Tensor> {
+        Err(no_kernel("Gated DeltaNet layers"))
+    }
+
     /// Log-prob and entropy of one target per row under softmax(logits / temperature). Never holds
     /// `[rows, vocab]` in memory.
     fn score(
@@ -346,14 +397,44 @@ pub trait Decode: Compute {
         }
     }
 
-    /// Creates an empty key-value cache for layers with these attention windows. The cache may drop positions that no
-    /// later token attends to.
-    fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Self::Cache;
+    /// Creates an empty key-value cache for these layers. The cache may drop positions that no later token attends to.
+    fn new_cache(&self, heads: &Heads, layers: &[CachedLayer]) -> Self::Cache;
     /// Announces prompts of these lengths to the key-value cache; returns the index of the first one.
     fn add_prompts(&self, cache: &mut Self::Cache, lengths: &[usize]) -> Result<usize>;
     /// Stores the keys and values of a layer in the cache for the prompts from index `first` on: `qkv` holds their
     /// tokens, one prompt after another.
     fn fill_prompts(&self, cache: &mut Self::Cache, first: usize, layer: usize, qkv: &Self::Tensor) -> Result<()>;
+    /// Stores the states of a Gated DeltaNet layer after the prompts from index `first` on.
+    fn fill_states(
+        &self,
+        _cache: &mut Self::Cache,
+        _first: usize,
+        _layer: usize,
+        _states: Self::DeltaStates,
+    ) -> Result<()> {
+        Err(no_kernel("Gated DeltaNet layers"))
+    }
+    /// Appends the remaining tokens of prompts to their states in a Gated DeltaNet layer, like [`Decode::extend_prompts`].
+    fn extend_states(
+        &self,
+        _net: &Self::DeltaNet,
+        _cache: &mut Self::Cache,
+        _prompts: &[(usize, usize)],
+        _layer: usize,
+        _x: &Self::Tensor,
+    ) -> Result<Self::Tensor> {
+        Err(no_kernel("Gated DeltaNet layers"))
+    }
+    /// Appends one token per sequence to the sequences' states in a Gated DeltaNet layer: `[rows, value_width]`.
+    fn delta_net_cached(
+        &self,
+        _net: &Self::DeltaNet,
+        _cache: &mut Self::Cache,
+        _layer: usize,
+        _x: &Self::Tensor,
+    ) -> Result<Self::Tensor> {
+        Err(no_kernel("Gated DeltaNet layers"))
+    }
     /// Adds sequences to the cache that continue a prompt, each by at most `max_new_tokens` tokens.
     fn add_rows(&self, cache: &mut Self::Cache, prompt: usize, copies: usize, max_new_tokens: usize) -> Result<()>;
     /// Marks all prompts announced to the cache so far as complete: no more sequences will continue them, so each
@@ -397,6 +478,11 @@ pub trait Decode: Compute {
     }
     /// Waits for the tokens of a choice that [`Decode::begin_choose`] started.
     fn finish_choose(&self, choice: &Self::PendingChoice) -> Result<Vec<Chosen>>;
+}
+
+/// The error for an operation that a backend does not have.
+fn no_kernel(what: &str) -> EngineError {
+    EngineError::Input(format!("{what} are not supported on this device yet: use the CPU"))
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ impl Module {
 
     /// The linear layers that LoRA can adapt in a model, in the order of [`Module::ALL`].
     pub fn of_model(model: &ModelDescription) -> Vec<Module> {
-        let mut modules: Vec<Module> = model.projections.paths().filter_map(Module::from_path).collect();
+        let mut modules: Vec<Module> = model.module_paths().into_iter().filter_map(Module::from_path).collect();
         modules.sort();
         modules
     }
@@ -142,7 +142,9 @@ impl Lora {
         }
         let of_model = Module::of_model(model);
         let keys: Vec<String> = (0..model.num_hidden_layers)
-            .flat_map(|layer| of_model.iter().map(move |module| format!("layers.{layer}.{}", module.path())))
+            .flat_map(|layer| of_model.iter().map(move |module| (layer, module.path())))
+            .filter(|(layer, path)| model.has_module(*layer, path))
+            .map(|(layer, path)| format!("layers.{layer}.{path}"))
             .collect();
         let is_there = |name: &&String| keys.iter().any(|key| key == *name || key.ends_with(&format!(".{name}")));
         if let Some(other) = target_modules.iter().find(|name| !is_there(name)) {

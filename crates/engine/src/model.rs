@@ -1,12 +1,15 @@
 //! A language model and its trained parameters. The decoder is generic over the
 //! operations of a [`backend`](super::backend).
 
+mod attention;
+mod batch;
 pub mod decode;
 mod decoder;
 pub mod full;
 mod kept;
 pub mod layer;
 pub mod linear;
+mod mixer;
 pub mod packing;
 pub mod pass;
 pub mod rope;

@@ -3,6 +3,7 @@
 //! Each operation is a loop over rows in [`slices`]. Threads share the rows or groups, so a result depends only on its
 //! own row. [`plain`] implements the same operations with differentiable tensor operations, for tests.
 
+pub mod delta;
 pub mod plain;
 pub mod slices;
 #[cfg(test)]
@@ -97,6 +98,19 @@ pub fn gated(activation: Activation, gate_up: &Tensor) -> Result<Tensor> {
 /// Returns dL/d`[gate | up]` of [`gated`].
 pub fn gated_vjp(activation: Activation, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
     map2("gated_vjp", gate_up, dy, gate_up.dim(1)?, |x, dy, dx| slices::gated_vjp(activation, x, dy, dx))
+}
+
+/// Multiplies x elementwise by the sigmoid of a gate.
+pub fn sigmoid_gated(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
+    map2("sigmoid_gated", x, gate, x.dim(1)?, slices::sigmoid_gated)
+}
+
+/// Returns dL/dx and dL/dgate of [`sigmoid_gated`].
+pub fn sigmoid_gated_vjp(x: &Tensor, gate: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+    let dx = map2("sigmoid_gated_vjp", dy, gate, x.dim(1)?, slices::sigmoid_gated)?;
+    let by_gate = map2("sigmoid_gate_vjp", x, gate, x.dim(1)?, slices::sigmoid_gate_slope)?;
+    let d_gate = (by_gate * dy)?;
+    Ok((dx, d_gate))
 }
 
 /// Computes the soft cap c·tanh(x / c).

@@ -2,20 +2,27 @@
 
 use std::ops::{Deref, DerefMut};
 
+use super::pack::zeros_in_huge_pages;
+
 /// Number of values in a cache line.
 const LINE: usize = 16;
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C, align(64))]
 struct Line([f32; LINE]);
 
 /// The cache lines of the buffer, each of 16 f32.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Floats {
     lines: Vec<Line>,
 }
 
 impl Floats {
+    /// Allocates zeros, on Linux in huge pages where the kernel has them.
+    pub fn in_huge_pages(len: usize) -> Floats {
+        Floats { lines: zeros_in_huge_pages(len.div_ceil(LINE)) }
+    }
+
     /// Resizes the buffer to at least this many values; new ones are 0.
     pub fn resize(&mut self, len: usize) {
         self.lines.resize(len.div_ceil(LINE), Line::default());

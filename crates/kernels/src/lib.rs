@@ -8,6 +8,7 @@ mod amx;
 pub mod attention;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod delta;
 #[cfg(target_arch = "x86_64")]
 mod dpbf16;
 mod floats;

@@ -122,10 +122,10 @@ on_every_isa! {
 }
 
 /// The value of an activation function and its derivative.
-type Curve<V> = (V, V);
+pub(super) type Curve<V> = (V, V);
 
 #[inline(always)]
-unsafe fn silu<S: Simd>(gate: S::V) -> Curve<S::V> {
+pub(super) unsafe fn silu<S: Simd>(gate: S::V) -> Curve<S::V> {
     unsafe {
         // Bound the gate below: silu(−87) is already −10⁻³⁶.
         let gate = S::max(S::splat(LOWEST), gate);

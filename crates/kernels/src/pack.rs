@@ -17,6 +17,10 @@ pub(super) use codes::{EXPAND_PORTABLE, Expand};
 /// Number of outputs in a panel of a packed weight.
 pub const PANEL: usize = 32;
 
+/// Number of elements from one packed row of inputs to the next. It is a constant, so that one register addresses all
+/// rows; an odd number of cache lines, so that rows are in different cache sets; and more than the depth of a block.
+pub(super) const INPUT_STRIDE: usize = 1040;
+
 /// Inputs of a bf16 pack are padded with zeros to a multiple of this, the depth of an AMX tile.
 const DEPTH: usize = 32;
 
@@ -37,22 +41,22 @@ pub enum PackDtype {
 #[repr(C, align(64))]
 pub(super) struct Line(pub(super) [u32; LANES]);
 
-/// Allocates zeros, on Linux in huge pages where the kernel has them: decode steps read all weights in order, and an address
-/// translation every 4 KiB would hold them up.
-fn zeros_in_huge_pages(count: usize) -> Vec<Line> {
-    let mut lines: Vec<Line> = Vec::with_capacity(count);
+/// Allocates default values (zeros), on Linux in huge pages where the kernel has them: decode steps read all weights in
+/// order, and an address translation every 4 KiB would hold them up.
+pub(super) fn zeros_in_huge_pages<T: Clone + Default>(count: usize) -> Vec<T> {
+    let mut lines: Vec<T> = Vec::with_capacity(count);
     #[cfg(target_os = "linux")]
     {
         const PAGE: usize = 4096;
         let start = lines.as_ptr().addr();
-        let whole_pages = start.next_multiple_of(PAGE)..(start + count * size_of::<Line>()) / PAGE * PAGE;
+        let whole_pages = start.next_multiple_of(PAGE)..(start + count * size_of::<T>()) / PAGE * PAGE;
         if !whole_pages.is_empty() {
             // Safety: the range is inside the allocation, and the advice changes no value. An error means that there are no
             // huge pages.
             unsafe { libc::madvise(whole_pages.start as *mut libc::c_void, whole_pages.len(), libc::MADV_HUGEPAGE) };
         }
     }
-    lines.resize(count, Line::default());
+    lines.resize(count, T::default());
     lines
 }
 

@@ -49,7 +49,7 @@ pub struct AdapterCard {
 pub fn tensors(plan: &LoraPlan, model: &ModelDescription, paths: &[&'static str]) -> Vec<AdapterTensor> {
     let mut tensors = Vec::new();
     for layer in 0..model.num_hidden_layers {
-        for path in paths.iter().copied() {
+        for path in paths.iter().copied().filter(|path| model.has_module(layer, path)) {
             let Some(rank) = plan.of(layer, path) else { continue };
             let ((out, input), r) = (model.projection_shape(path), rank.r as usize);
             for (is_b, factor, shape) in [(false, "lora_A", vec![r, input]), (true, "lora_B", vec![out, r])] {
@@ -100,9 +100,10 @@ pub fn read_for(dir: &Path, model: &ModelDescription) -> Result<LoraPlan, ModelC
     let config = PeftConfig::read(&config).map_err(refused)?;
     let found = read_tensors(dir, WEIGHTS)?;
     let stored = stored_modules(&found)?;
-    let paths: Vec<&'static str> = model.projections.paths().collect();
-    let plan = config.plan(&stored, &paths, model.num_hidden_layers).map_err(refused)?;
-    check_complete(&config, &stored, &plan, &paths, model.num_hidden_layers)?;
+    let paths = model.module_paths();
+    let has = |layer: usize, path: &str| model.has_module(layer, path);
+    let plan = config.plan(&stored, &paths, model.num_hidden_layers, has).map_err(refused)?;
+    check_complete(&config, &stored, &plan, model)?;
     for AdapterTensor { name, shape, .. } in tensors(&plan, model, &paths) {
         let found = found.get(&name).map(|location| location.shape.as_slice()).unwrap_or_default();
         if found != shape {
@@ -166,16 +167,15 @@ fn check_complete(
     config: &PeftConfig<'_>,
     stored: &[StoredModule],
     plan: &LoraPlan,
-    paths: &[&str],
-    num_layers: usize,
+    model: &ModelDescription,
 ) -> Result<(), ModelCardError> {
     let prefix = |module: &StoredModule| {
         let end = format!("layers.{}.{}", module.layer, module.path);
         module.name.strip_suffix(&end).map(str::to_owned)
     };
     let prefixes: BTreeSet<String> = stored.iter().filter_map(prefix).collect();
-    for layer in 0..num_layers {
-        for path in paths.iter().filter(|path| plan.of(layer, path).is_none()) {
+    for layer in 0..model.num_hidden_layers {
+        for path in model.projections_of(layer).paths().filter(|path| plan.of(layer, path).is_none()) {
             let is_selected = |prefix: &String| config.selects(&format!("{prefix}layers.{layer}.{path}")) == Some(true);
             if prefixes.iter().any(is_selected) {
                 let detail = format!("layers.{layer}.{path} has no tensors, and {CONFIG} selects it");

@@ -5,7 +5,7 @@
 
 mod rope;
 
-use crate::spec::ModelShape;
+use crate::spec::{DeltaShape, ModelShape};
 use serde_json::Value;
 
 use super::weights::TensorDtype;
@@ -63,6 +63,11 @@ pub struct ModelDescription {
     pub windows: Vec<Option<usize>>,
     /// Whether each layer applies the rotary position embedding.
     pub rotates: Vec<bool>,
+    /// The Gated DeltaNet layers, which have a state instead of keys and values, if the model has any.
+    pub delta_net: Option<DeltaNet>,
+    /// Whether attention has a gate: the query projection is twice as wide, and the second half of each head's
+    /// outputs gates the head's attention output.
+    pub has_output_gate: bool,
     /// Length of the longest sequence that the model supports, in tokens.
     pub max_position_embeddings: usize,
     /// Factor on the dot products of queries and keys in attention.
@@ -87,6 +92,40 @@ pub struct ModelDescription {
     pub fp8_block: Option<[usize; 2]>,
     /// Number format to which 8-bit weights are rounded when they are expanded.
     pub fp8_dtype: TensorDtype,
+}
+
+/// The Gated DeltaNet layers of a model (arXiv 2412.06464).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeltaNet {
+    /// Whether each decoder layer is a Gated DeltaNet layer; the others are attention layers.
+    pub layers: Vec<bool>,
+    /// Number of query heads and of key heads.
+    pub num_key_heads: usize,
+    /// Number of value heads, a multiple of the number of key heads.
+    pub num_value_heads: usize,
+    /// Width of a query or key head.
+    pub key_dim: usize,
+    /// Width of a value head.
+    pub value_dim: usize,
+    /// Number of tokens that the causal convolution over queries, keys and values reads.
+    pub kernel: usize,
+}
+
+impl DeltaNet {
+    /// Returns the width of all queries, keys and values of a token together: the number of the convolution's channels.
+    pub fn conv_width(&self) -> usize {
+        2 * self.num_key_heads * self.key_dim + self.value_width()
+    }
+
+    /// Returns the width of all values of a token together.
+    pub fn value_width(&self) -> usize {
+        self.num_value_heads * self.value_dim
+    }
+
+    /// Returns the size of a sequence's state in one layer, in numbers of 32 bits.
+    pub fn state_size(&self) -> usize {
+        self.num_value_heads * self.key_dim * self.value_dim + (self.kernel - 1) * self.conv_width()
+    }
 }
 
 /// The activation function of an MLP's gate.
@@ -125,6 +164,13 @@ impl Projections {
     /// The MLP's projections have the names of a mixture-of-experts model's shared MLP, as in Granite 4.
     pub const SHARED_MLP: Self =
         Self { gate_up: &["shared_mlp.input_linear"], down: "shared_mlp.output_linear", ..Projections::SEPARATE };
+
+    /// The linear layers of a Gated DeltaNet layer, as in Qwen3.5: those with the layer's input stand in the place of `qkv`.
+    pub const DELTA_NET: Self = Self {
+        qkv: &["linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"],
+        o: "linear_attn.out_proj",
+        ..Projections::SEPARATE
+    };
 
     /// Iterates over the paths of all linear layers.
     pub fn paths(&self) -> impl Iterator<Item = &'static str> {
@@ -248,6 +294,9 @@ impl ModelDescription {
     /// Returns the part of this model's computation that has no GPU kernel yet, named by its keys in config.json; None if a GPU
     /// can run the model.
     pub fn beyond_gpu(&self) -> Option<&'static str> {
+        if self.delta_net.is_some() {
+            return Some("layer_types: linear_attention");
+        }
         let scales = [self.embedding_multiplier, self.residual_multiplier, self.logits_divisor];
         let has_scales = scales.iter().any(|scale| *scale != 1.0);
         if has_scales {
@@ -294,6 +343,14 @@ impl ModelDescription {
             vocab_size: self.vocab_size as u64,
             num_windowed_layers: windows().count() as u64,
             window: windows().max().map_or(0, |window| *window as u64),
+            delta_net: self.delta_net.as_ref().map(|net| DeltaShape {
+                num_layers: net.layers.iter().filter(|is_delta| **is_delta).count() as u64,
+                num_value_heads: net.num_value_heads as u64,
+                conv_width: net.conv_width() as u64,
+                value_width: net.value_width() as u64,
+                state_size: net.state_size() as u64,
+            }),
+            has_output_gate: self.has_output_gate,
             four_bit_weights: 0,
             nested_four_bit_weights: 0,
         }
@@ -303,8 +360,14 @@ impl ModelDescription {
     pub fn projection_shape(&self, path: &str) -> (usize, usize) {
         let (hidden, inter) = (self.hidden_size, self.intermediate_size);
         let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
+        let delta = |width: fn(&DeltaNet) -> usize| self.delta_net.as_ref().map_or(0, width);
         match path.rsplit('.').next().unwrap_or(path) {
+            "q_proj" if self.has_output_gate => (2 * q, hidden),
             "q_proj" => (q, hidden),
+            "in_proj_qkv" => (delta(DeltaNet::conv_width), hidden),
+            "in_proj_z" => (delta(DeltaNet::value_width), hidden),
+            "in_proj_b" | "in_proj_a" => (delta(|net| net.num_value_heads), hidden),
+            "out_proj" => (hidden, delta(DeltaNet::value_width)),
             "k_proj" | "v_proj" => (kv, hidden),
             "qkv_proj" => (q + 2 * kv, hidden),
             "o_proj" => (hidden, q),
@@ -314,15 +377,47 @@ impl ModelDescription {
         }
     }
 
+    /// Whether a decoder layer is a Gated DeltaNet layer.
+    pub fn is_delta_net(&self, layer: usize) -> bool {
+        self.delta_net.as_ref().is_some_and(|net| net.layers.get(layer) == Some(&true))
+    }
+
+    /// Returns the paths of the linear layers within a decoder layer.
+    pub fn projections_of(&self, layer: usize) -> Projections {
+        if self.is_delta_net(layer) { Projections::DELTA_NET } else { self.projections }
+    }
+
+    /// Lists the paths of all linear layers that occur in any decoder layer.
+    pub fn module_paths(&self) -> Vec<&'static str> {
+        let mut paths: Vec<&'static str> = Vec::new();
+        let has_attention = (0..self.num_hidden_layers).any(|layer| !self.is_delta_net(layer));
+        let has_delta_net = (0..self.num_hidden_layers).any(|layer| self.is_delta_net(layer));
+        let kinds = [(has_attention, self.projections), (has_delta_net, Projections::DELTA_NET)];
+        for path in kinds.iter().filter(|(occurs, _)| *occurs).flat_map(|(_, projections)| projections.paths()) {
+            if !paths.contains(&path) {
+                paths.push(path);
+            }
+        }
+        paths
+    }
+
+    /// Whether a decoder layer has a linear layer at this path.
+    pub fn has_module(&self, layer: usize, path: &str) -> bool {
+        self.projections_of(layer).paths().any(|other| other == path)
+    }
+
     /// Returns the names of the linear layers in PEFT's `target_modules`.
     pub fn module_names(&self) -> Vec<&'static str> {
-        self.projections.paths().map(|path| path.rsplit('.').next().unwrap_or(path)).collect()
+        self.module_paths().into_iter().map(|path| path.rsplit('.').next().unwrap_or(path)).collect()
     }
 
     /// Returns whether the linear layer at a path has a bias.
     pub fn has_bias(&self, path: &str) -> bool {
         if self.projections.qkv.contains(&path) {
             return self.qkv_bias;
+        }
+        if Projections::DELTA_NET.qkv.contains(&path) || path == Projections::DELTA_NET.o {
+            return false;
         }
         if path == self.projections.o { self.o_bias } else { self.mlp_bias }
     }
@@ -338,12 +433,19 @@ impl ModelDescription {
             for norm in [before_attention, after_attention, before_mlp, after_mlp].into_iter().flatten() {
                 add(&format!("{norm}.weight"), vec![hidden]);
             }
-            for path in self.projections.paths() {
+            for path in self.projections_of(layer).paths() {
                 let (out, input) = self.projection_shape(path);
                 add(&format!("{path}.weight"), vec![out, input]);
                 if self.has_bias(path) {
                     add(&format!("{path}.bias"), vec![out]);
                 }
+            }
+            if let Some(net) = self.delta_net.as_ref().filter(|_| self.is_delta_net(layer)) {
+                add("linear_attn.conv1d.weight", vec![net.conv_width(), 1, net.kernel]);
+                add("linear_attn.dt_bias", vec![net.num_value_heads]);
+                add("linear_attn.A_log", vec![net.num_value_heads]);
+                add("linear_attn.norm.weight", vec![net.value_dim]);
+                continue;
             }
             let (q_norm, k_norm) = match self.qk_norm {
                 QkNorm::None => continue,

@@ -11,6 +11,7 @@ mod mistral;
 mod olmo;
 mod phi;
 mod qwen;
+mod qwen3_5;
 mod smollm3;
 #[cfg(test)]
 mod tests;
@@ -38,6 +39,8 @@ pub(super) struct Family {
     /// Reads the rotary position embeddings, given the default base: the embedding of all layers, and that of layers with a
     /// window if it differs.
     pub(super) ropes: ReadRopes,
+    /// Default value of `partial_rotary_factor`; None if all columns of a head rotate.
+    pub(super) rotary_factor: Option<f64>,
     /// Whether the language-model head shares the embedding's weights by default.
     pub(super) is_tied: bool,
     /// Whether `num_key_value_heads` defaults to the number of query heads.
@@ -56,6 +59,7 @@ impl Family {
         activation: ("hidden_act", "silu"),
         rope_theta: 10_000.0,
         ropes: |keys, theta, sizes| Ok((rope(keys, theta, sizes)?, None)),
+        rotary_factor: None,
         is_tied: false,
         has_kv_heads_by_default: false,
         describe: |_, model| Ok(model),
@@ -73,7 +77,7 @@ type ReadRopes = fn(&Keys<'_>, f64, Sizes) -> Result<(Rope, Option<Rope>), Model
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
 /// All supported decoder families.
-pub(super) const FAMILIES: [Family; 13] = [
+pub(super) const FAMILIES: [Family; 14] = [
     qwen::QWEN3,
     qwen::QWEN2,
     llama::LLAMA,
@@ -87,11 +91,13 @@ pub(super) const FAMILIES: [Family; 13] = [
     gemma::GEMMA2,
     gemma::GEMMA3_TEXT,
     phi::PHI3,
+    qwen3_5::QWEN3_5_TEXT,
 ];
 
 /// Multimodal checkpoints with a supported text part: the `model_type` in config.json, and the types that its `text_config` may
 /// have. The first type is the default.
-const WITH_TEXT_PART: [(&str, &[&str]); 2] = [("gemma3", &["gemma3_text"]), ("mistral3", &["mistral", "ministral3"])];
+const WITH_TEXT_PART: [(&str, &[&str]); 3] =
+    [("gemma3", &["gemma3_text"]), ("mistral3", &["mistral", "ministral3"]), ("qwen3_5", &["qwen3_5_text"])];
 
 /// Keys of config.json that change the computation, unless the value is null, false or the number given here, which has no effect.
 const UNSUPPORTED: [(&str, Option<f64>); 27] = [
@@ -188,8 +194,8 @@ impl ModelDescription {
         }
         let max_position_embeddings = size("max_position_embeddings")?;
         let is_phi3 = family.model_type == phi::PHI3.model_type;
-        let (rope, local_rope) =
-            (family.ropes)(keys, family.rope_theta, Sizes { head_dim, max_position_embeddings, is_phi3 })?;
+        let sizes = Sizes { head_dim, max_position_embeddings, is_phi3, rotary_factor: family.rotary_factor };
+        let (rope, local_rope) = (family.ropes)(keys, family.rope_theta, sizes)?;
         // `rope_type` dynamic supports sequences beyond max_position_embeddings, up to this factor.
         let reach = match rope.kind {
             RopeKind::Dynamic { factor, .. } => (max_position_embeddings as f64 * factor.max(1.0)) as usize,
@@ -218,6 +224,8 @@ impl ModelDescription {
             local_rope,
             windows: vec![None; num_hidden_layers],
             rotates: vec![true; num_hidden_layers],
+            delta_net: None,
+            has_output_gate: false,
             max_position_embeddings: reach,
             attention_scale: (head_dim as f64).powf(-0.5),
             attention_softcap: None,
@@ -347,11 +355,12 @@ fn text_part(keys: &Keys<'_>) -> Result<Option<Value>, ModelCardError> {
         return keys.refuse("text_config.model_type", found, &format!("supported are {}", of_text.join(", ")));
     }
     // These top-level keys apply to the text part too. transformers ties the head by the top-level key alone, which is true by default in
-    // Gemma3Config and Mistral3Config.
+    // Gemma3Config and Mistral3Config, and false in Qwen3_5Config.
+    let is_tied = model_type != Some("qwen3_5");
     for (key, value) in [
         ("quantization_config", keys.get("quantization_config").cloned()),
         ("dtype", keys.get("dtype").or_else(|| keys.get("torch_dtype")).cloned()),
-        ("tie_word_embeddings", Some(keys.flag("tie_word_embeddings", true)?.into())),
+        ("tie_word_embeddings", Some(keys.flag("tie_word_embeddings", is_tied)?.into())),
     ] {
         if let Some(value) = value {
             text.insert(key.to_owned(), value);

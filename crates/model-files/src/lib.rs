@@ -30,7 +30,9 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 pub use classifier::{Backbone, ClassifierCard};
-pub use config::{Activation, LayerNorms, ModelDescription, Projections, QkNorm, QueryGrowth, Rope, RopeKind};
+pub use config::{
+    Activation, DeltaNet, LayerNorms, ModelDescription, Projections, QkNorm, QueryGrowth, Rope, RopeKind,
+};
 pub use foreign::ForeignCard;
 pub use weights::{FourBitTensors, Scale, Skipped, TensorDtype, TensorLocation, precision};
 
@@ -87,8 +89,8 @@ impl ModelCard {
         let mut shape = self.config.shape();
         let stored: HashMap<&str, &TensorLocation> =
             self.tensors.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
-        let Projections { qkv, o, gate_up, down } = self.config.projections;
         for layer in 0..self.config.num_hidden_layers {
+            let Projections { qkv, o, gate_up, down } = self.config.projections_of(layer);
             for fused in [qkv, &[o], gate_up, &[down]] {
                 let tensor = |path: &&str| stored.get(format!("model.layers.{layer}.{path}.weight").as_str()).copied();
                 let tensors: Vec<&TensorLocation> = fused.iter().filter_map(tensor).collect();

@@ -224,9 +224,10 @@ pub struct Skipped {
     pub parts: Vec<String>,
 }
 
-/// Lists the tensors of a multimodal checkpoint that its text part does not need; None for a text-only checkpoint.
+/// Lists the tensors of a multimodal checkpoint that its text part does not need, and those of a text-only Qwen3.5 that predict
+/// further tokens (`mtp`); None for other checkpoints.
 pub(super) fn skipped(dir: &Path, config: &ModelDescription) -> Result<Option<Skipped>, ModelCardError> {
-    if !config.is_part {
+    if !config.is_part && config.delta_net.is_none() {
         return Ok(None);
     }
     let names: Vec<String> = match weight_files(dir)? {

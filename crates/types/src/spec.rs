@@ -51,7 +51,7 @@ pub use estimate::Estimate;
 pub use evaluation::{
     EvalSpec, GuardSpec, PromptKey, held_out_count, held_out_rows, prompt_key, shared_prompts, test_rows,
 };
-pub use facts::{Context, DatasetFacts, ModelFacts, ModelShape, RewardModelFacts, SourceFacts};
+pub use facts::{Context, DatasetFacts, DeltaShape, ModelFacts, ModelShape, RewardModelFacts, SourceFacts};
 pub use fork::{continues, forked_document, resume_identity};
 pub use generate::{CheckpointChoice, GenerateDocument, GenerateSpec};
 pub use mixture::Mixture;

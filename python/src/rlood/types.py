@@ -1743,7 +1743,7 @@ class JobSpecLora(TypedDict, total=False):
     r: int
     target_modules: Union[
         Literal["all-linear"],
-        List[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj", "input_linear", "output_linear"]],
+        List[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj", "input_linear", "output_linear", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]],
     ]
     use_rslora: bool
 

@@ -6,7 +6,7 @@ mod head;
 
 use serde::{Deserialize, Serialize};
 
-use super::shape::linear_shapes;
+use super::shape::{LinearShape, linear_shapes};
 use super::timing::repeat;
 use super::{BenchError, Setting};
 use crate::config::Precision;
@@ -81,11 +81,10 @@ pub fn measure(setting: &Setting<'_>) -> Result<KernelFigures, BenchError> {
         dtype,
         seconds: MIN_SECONDS * f64::from(setting.args.steps),
     };
-    let layers = config.num_hidden_layers;
     let mut totals = Totals::default();
     let mut products = Vec::new();
-    for (name, n, k) in linear_shapes(config) {
-        products.push(product(&team, (name, n, k), layers, &mut totals)?);
+    for LinearShape { name, outputs, inputs, layers } in linear_shapes(config) {
+        products.push(product(&team, (name, outputs, inputs), layers, &mut totals)?);
     }
     let gemm_tflop_s = totals.flops / totals.training_s / 1e12;
     products.push(product(&team, ("head", config.vocab_size, config.hidden_size), 1, &mut totals)?);

@@ -61,7 +61,8 @@ fn tokenizer(vocab: usize) -> Value {
 
 /// Writes the tensors row by row. The outer error means that the shape is invalid, the inner one that writing failed.
 fn weights(path: &Path, shape: &Shape, dtype: Precision) -> Result<io::Result<()>, BenchError> {
-    let tensors = shape.model_config()?.tensors();
+    let config = shape.model_config()?;
+    let (tensors, norm_offset) = (config.tensors(), config.norm_offset as f32);
     let size = match dtype {
         Precision::Bf16 => 2,
         Precision::F32 => 4,
@@ -84,10 +85,11 @@ fn weights(path: &Path, shape: &Shape, dtype: Precision) -> Result<io::Result<()
         file.write_all(header.as_bytes())?;
         let (mut values, mut bytes) = (Vec::new(), Vec::new());
         for (name, dims) in &tensors {
-            let (rows, columns) = if let [rows, columns] = dims[..] { (rows, columns) } else { (1, dims[0]) };
+            let (rows, columns) =
+                if let [rows, columns] = dims[..] { (rows, columns) } else { (1, dims.iter().product::<usize>()) };
             for row in 0..rows {
                 values.clear();
-                fill(&mut values, name, row, columns, shape.eos(), &mut random);
+                fill(&mut values, (name, norm_offset), (row, columns), shape.eos(), &mut random);
                 bytes.clear();
                 match dtype {
                     Precision::Bf16 => bytes.extend(values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes())),
@@ -102,13 +104,22 @@ fn weights(path: &Path, shape: &Shape, dtype: Precision) -> Result<io::Result<()
 }
 
 /// Appends the random values of one row of a weight matrix, or of a whole vector.
-fn fill(values: &mut Vec<f32>, name: &str, row: usize, columns: usize, eos: usize, random: &mut Random) {
-    if name.ends_with("norm.weight") {
+fn fill(
+    values: &mut Vec<f32>,
+    (name, norm_offset): (&str, f32),
+    (row, columns): (usize, usize),
+    eos: usize,
+    random: &mut Random,
+) {
+    let is_last = ["o_proj.weight", "out_proj.weight", "down_proj.weight"].iter().any(|last| name.ends_with(last));
+    if name.ends_with("linear_attn.norm.weight") {
         values.resize(columns, 1.0);
+    } else if name.ends_with("norm.weight") {
+        values.resize(columns, 1.0 - norm_offset);
         if name.ends_with("layernorm.weight") {
-            values[0] = 0.0;
+            values[0] = -norm_offset;
         }
-    } else if row == 0 && (name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight")) {
+    } else if row == 0 && is_last {
         values.resize(columns, 0.0);
     } else {
         random.extend(values, columns);

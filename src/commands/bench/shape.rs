@@ -6,7 +6,7 @@ use super::BenchError;
 use crate::modelcard::ModelDescription;
 use crate::spec::FourBitPlan;
 
-/// The dimensions of a Qwen3 decoder.
+/// The dimensions of a Qwen3 or Qwen3.5 decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     /// Width of the residual stream.
@@ -27,12 +27,34 @@ pub struct Shape {
     pub pos: usize,
     /// Whether the output head shares its weights with the embedding.
     pub tie: bool,
+    /// Number of key and value heads of width 128 in Gated DeltaNet layers, which are three of four layers; 0 = a Qwen3 decoder.
+    pub delta_heads: usize,
 }
 
-const TINY: Shape =
-    Shape { hidden: 128, layers: 4, heads: 4, kv: 2, head_dim: 32, inter: 384, vocab: 512, pos: 1024, tie: true };
-const SMALL: Shape =
-    Shape { hidden: 512, layers: 8, heads: 8, kv: 4, head_dim: 64, inter: 1536, vocab: 8192, pos: 2048, tie: true };
+const TINY: Shape = Shape {
+    hidden: 128,
+    layers: 4,
+    heads: 4,
+    kv: 2,
+    head_dim: 32,
+    inter: 384,
+    vocab: 512,
+    pos: 1024,
+    tie: true,
+    delta_heads: 0,
+};
+const SMALL: Shape = Shape {
+    hidden: 512,
+    layers: 8,
+    heads: 8,
+    kv: 4,
+    head_dim: 64,
+    inter: 1536,
+    vocab: 8192,
+    pos: 2048,
+    tie: true,
+    delta_heads: 0,
+};
 const QWEN3_06B: Shape = Shape {
     hidden: 1024,
     layers: 28,
@@ -43,9 +65,23 @@ const QWEN3_06B: Shape = Shape {
     vocab: 151_936,
     pos: 40_960,
     tie: true,
+    delta_heads: 0,
 };
 const QWEN3_4B: Shape = Shape { hidden: 2560, layers: 36, heads: 32, inter: 9728, ..QWEN3_06B };
 const QWEN3_8B: Shape = Shape { hidden: 4096, inter: 12288, tie: false, ..QWEN3_4B };
+/// The text of Qwen3.5-0.8B; head widths and vocabulary are the defaults of transformers' `Qwen3_5TextConfig`.
+const QWEN3_5_08B: Shape = Shape {
+    hidden: 1024,
+    layers: 24,
+    heads: 8,
+    kv: 2,
+    head_dim: 256,
+    inter: 3584,
+    vocab: 248_320,
+    pos: 262_144,
+    tie: true,
+    delta_heads: 16,
+};
 
 impl Shape {
     /// Parses `small`, or `small,layers=2,vocab=4096`. The context is extended to `tokens` if it is shorter.
@@ -61,9 +97,10 @@ impl Shape {
             "qwen3-0.6b" | "0.6b" => QWEN3_06B,
             "qwen3-4b" | "4b" => QWEN3_4B,
             "qwen3-8b" | "8b" => QWEN3_8B,
+            "qwen3.5-0.8b" => QWEN3_5_08B,
             other => {
                 return Err(refused(format!(
-                    "the model '{other}' must be one of tiny, small, qwen3-0.6b, qwen3-4b, qwen3-8b"
+                    "the model '{other}' must be one of tiny, small, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3.5-0.8b"
                 )));
             }
         };
@@ -103,9 +140,13 @@ impl Shape {
 
     /// Returns config.json as transformers writes it.
     pub fn config_json(&self) -> Value {
-        json!({
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
+        let (architecture, model_type) = match self.delta_heads {
+            0 => ("Qwen3ForCausalLM", "qwen3"),
+            _ => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+        };
+        let mut config = json!({
+            "architectures": [architecture],
+            "model_type": model_type,
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
@@ -119,7 +160,13 @@ impl Shape {
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e6,
             "eos_token_id": self.eos(),
-        })
+        });
+        if self.delta_heads > 0 {
+            config["full_attention_interval"] = 4.into();
+            config["linear_num_key_heads"] = self.delta_heads.into();
+            config["linear_num_value_heads"] = self.delta_heads.into();
+        }
+        config
     }
 
     /// Returns the model configuration that the loader derives from this config.json.
@@ -151,12 +198,12 @@ pub struct Weights {
 impl Weights {
     /// Counts the weights of a model with a LoRA adapter of this rank.
     pub fn of(config: &ModelDescription, lora_r: u32) -> Weights {
-        let matrices = linear_shapes(config).map(|(_, outputs, inputs)| (outputs * inputs, outputs + inputs));
-        let (linear, sides) = matrices.into_iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+        let sum =
+            |of: fn(&LinearShape) -> usize| linear_shapes(config).iter().map(|one| of(one) * one.layers).sum::<usize>();
         Weights {
-            linear: (linear * config.num_hidden_layers) as u64,
+            linear: sum(|one| one.outputs * one.inputs) as u64,
             head: (config.vocab_size * config.hidden_size) as u64,
-            lora: (sides * config.num_hidden_layers) as u64 * u64::from(lora_r),
+            lora: sum(|one| one.outputs + one.inputs) as u64 * u64::from(lora_r),
         }
     }
 
@@ -179,19 +226,27 @@ impl Weights {
     }
 }
 
-/// Returns the name and the numbers of outputs and inputs of each weight matrix of a layer.
-pub fn linear_shapes(config: &ModelDescription) -> [(&'static str, usize, usize); 7] {
-    let (hidden, inter) = (config.hidden_size, config.intermediate_size);
-    let (q, kv) = (config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim);
-    [
-        ("q_proj", q, hidden),
-        ("k_proj", kv, hidden),
-        ("v_proj", kv, hidden),
-        ("o_proj", hidden, q),
-        ("gate_proj", inter, hidden),
-        ("up_proj", inter, hidden),
-        ("down_proj", hidden, inter),
-    ]
+/// A weight matrix that some layers have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LinearShape {
+    /// Name of the matrix.
+    pub name: &'static str,
+    /// Number of outputs of the layer.
+    pub outputs: usize,
+    /// Number of inputs that are remembered.
+    pub inputs: usize,
+    /// Number of layers that have the matrix.
+    pub layers: usize,
+}
+
+/// Lists the weight matrices of a model's layers.
+pub fn linear_shapes(config: &ModelDescription) -> Vec<LinearShape> {
+    let of_path = |path: &'static str| {
+        let (outputs, inputs) = config.projection_shape(path);
+        let layers = (0..config.num_hidden_layers).filter(|layer| config.has_module(*layer, path)).count();
+        LinearShape { name: path.rsplit('.').next().unwrap_or(path), outputs, inputs, layers }
+    };
+    config.module_paths().into_iter().map(of_path).collect()
 }
 
 #[cfg(test)]
@@ -209,6 +264,8 @@ mod tests {
         assert_eq!(parameters("qwen3-0.6b"), 596_049_920);
         assert_eq!(parameters("qwen3-4b"), 4_022_468_096);
         assert_eq!(parameters("qwen3-8b"), 8_190_735_360);
+        // Without vision tower and the layer that predicts further tokens.
+        assert_eq!(parameters("qwen3.5-0.8b"), 752_393_024);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! same bits whatever the other rows, the number of threads or the pass.
 
 mod attention;
+mod delta;
 mod linear;
 mod matrix;
 mod rows;
@@ -12,22 +13,24 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::types::gathered;
 use super::{
-    Activation, AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers, Choice, Chosen, Compute, Decode,
-    Flat, FullSlot, Head, HeadBackward, LinearBackward, Rotation, concatenated,
+    Activation, AdapterPass, AdapterShape, Attention, AttentionBackward, Buffers, CachedLayer, Choice, Chosen, Compute,
+    Decode, Flat, FullSlot, Head, HeadBackward, LinearBackward, Rotation, concatenated,
 };
 use crate::error::{EngineError, Result};
 use crate::kernels::attention::Segments;
+use crate::kernels::delta::State;
 use crate::kernels::four_bit::FourBit;
 use crate::kernels::head::{self, Normalizer};
 use crate::kernels::isa::Isa;
 use crate::kernels::pack::{PackDtype, PackedMatrix};
 use crate::kernels::threads::Threads;
 use crate::load;
-use crate::ops::RopeTable;
-use crate::ops::slices::{Heads, TokenScore};
+use crate::ops::slices::{Group, Heads, TokenScore};
+use crate::ops::{self, RopeTable};
 use crate::spec::{ComputeDtype, footprint};
 
 pub use attention::Cache;
+pub use delta::DeltaNet;
 pub use linear::Adapter;
 pub use matrix::Matrix;
 use matrix::Pool;
@@ -178,6 +181,8 @@ impl Compute for Cpu {
     /// The softmax's largest score and sum for each token and head, `[tokens, num_heads · 2]`.
     type Softmax = Matrix;
     type Normalizers = Vec<Normalizer>;
+    type DeltaNet = Arc<DeltaNet>;
+    type DeltaStates = Vec<State>;
 
     fn adapter_from(&self, parameters: &Vec<f32>, shape: &AdapterShape) -> Result<Arc<Adapter>> {
         Ok(Arc::new(Adapter::new(parameters, shape, self)))
@@ -322,6 +327,30 @@ impl Compute for Cpu {
         Ok(self.activate_vjp(activation, gate_up, dy))
     }
 
+    fn gather_columns(&self, x: &Matrix, ranges: &[Range<usize>]) -> Result<Matrix> {
+        Ok(self.ranges_of_columns(x, ranges))
+    }
+
+    fn sigmoid_gated(&self, x: &Matrix, gate: &Matrix) -> Result<Matrix> {
+        Ok(self.gate(x, gate))
+    }
+
+    fn sigmoid_gated_vjp(&self, x: &Matrix, gate: &Matrix, dy: &Matrix) -> Result<(Matrix, Matrix)> {
+        Ok(self.gate_vjp(x, gate, dy))
+    }
+
+    fn upload_delta_net(&self, weights: ops::delta::Weights) -> Result<Arc<DeltaNet>> {
+        Ok(Arc::new(DeltaNet::new(weights)))
+    }
+
+    fn delta_net(&self, net: &Arc<DeltaNet>, groups: &[Group], x: &Matrix) -> Result<(Matrix, Vec<State>)> {
+        Ok(self.delta_packed(net, groups, x))
+    }
+
+    fn delta_net_vjp(&self, net: &Arc<DeltaNet>, groups: &[Group], x: &Matrix, dy: &Matrix) -> Result<Matrix> {
+        Ok(self.delta_packed_vjp(net, groups, x, dy))
+    }
+
     fn score(
         &self,
         x: &Matrix,
@@ -391,8 +420,8 @@ impl Decode for Cpu {
         Ok(self.attend_prompts(cache, prompts, layer, qkv))
     }
 
-    fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Cache {
-        Cache::new(heads, windows)
+    fn new_cache(&self, heads: &Heads, layers: &[CachedLayer]) -> Cache {
+        Cache::new(heads, layers)
     }
 
     fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
@@ -402,6 +431,26 @@ impl Decode for Cpu {
     fn fill_prompts(&self, cache: &mut Cache, first: usize, layer: usize, qkv: &Matrix) -> Result<()> {
         cache.fill(first, layer, qkv);
         Ok(())
+    }
+
+    fn fill_states(&self, cache: &mut Cache, first: usize, layer: usize, states: Vec<State>) -> Result<()> {
+        (first..).zip(states).for_each(|(prompt, state)| cache.set_state(prompt, layer, state));
+        Ok(())
+    }
+
+    fn extend_states(
+        &self,
+        net: &Arc<DeltaNet>,
+        cache: &mut Cache,
+        prompts: &[(usize, usize)],
+        layer: usize,
+        x: &Matrix,
+    ) -> Result<Matrix> {
+        Ok(self.delta_prompts(net, cache, prompts, layer, x))
+    }
+
+    fn delta_net_cached(&self, net: &Arc<DeltaNet>, cache: &mut Cache, layer: usize, x: &Matrix) -> Result<Matrix> {
+        Ok(self.delta_rows(net, cache, layer, x))
     }
 
     fn add_rows(&self, cache: &mut Cache, prompt: usize, copies: usize, max_new_tokens: usize) -> Result<()> {

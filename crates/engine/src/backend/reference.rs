@@ -14,8 +14,8 @@ use super::{
     Compute, Flat, FullSlot, Head, HeadBackward, LinearBackward, Mask, Rotation,
 };
 use crate::error::Result;
-use crate::ops::slices::{self, TokenScore, add_scaled};
-use crate::ops::{self, RopeTable};
+use crate::ops::slices::{self, Group, TokenScore, add_scaled};
+use crate::ops::{self, RopeTable, delta};
 use crate::spec::ComputeDtype;
 use crate::spec::footprint::{MAX_LOGITS, MIN_LOGIT_ROWS};
 
@@ -186,6 +186,8 @@ impl Compute for Reference {
     type Angles = Angles;
     type Softmax = ();
     type Normalizers = ();
+    type DeltaNet = Arc<delta::Weights>;
+    type DeltaStates = Vec<delta::State>;
 
     fn adapter_from(&self, parameters: &Vec<f32>, shape: &AdapterShape) -> Result<Adapter> {
         let AdapterShape { inputs, outputs, blocks } = shape;
@@ -377,6 +379,36 @@ impl Compute for Reference {
 
     fn gated_vjp(&self, activation: Activation, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
         Ok(ops::gated_vjp(activation, gate_up, dy)?)
+    }
+
+    fn sigmoid_gated(&self, x: &Tensor, gate: &Tensor) -> Result<Tensor> {
+        Ok(ops::sigmoid_gated(x, gate)?)
+    }
+
+    fn sigmoid_gated_vjp(&self, x: &Tensor, gate: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+        Ok(ops::sigmoid_gated_vjp(x, gate, dy)?)
+    }
+
+    fn upload_delta_net(&self, weights: delta::Weights) -> Result<Arc<delta::Weights>> {
+        Ok(Arc::new(weights))
+    }
+
+    fn delta_net(
+        &self,
+        net: &Arc<delta::Weights>,
+        groups: &[Group],
+        x: &Tensor,
+    ) -> Result<(Tensor, Vec<delta::State>)> {
+        let width = net.shape.value_width();
+        let mut out = vec![0f32; x.dim(0)? * width];
+        let states = ops::with_values(x, |x| net.forward_groups(groups, x, &mut out))?;
+        Ok((self.tensor(out, width)?, states))
+    }
+
+    fn delta_net_vjp(&self, net: &Arc<delta::Weights>, groups: &[Group], x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        let mut dx = vec![0f32; x.elem_count()];
+        ops::with_values(x, |x| ops::with_values(dy, |dy| net.backward_groups(groups, x, dy, &mut dx)))??;
+        self.tensor(dx, net.shape.width())
     }
 
     fn score(&self, x: &Tensor, head: &Head<Self>, targets: &[u32], temperature: f64) -> Result<(Vec<TokenScore>, ())> {

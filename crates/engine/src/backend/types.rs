@@ -35,11 +35,21 @@ pub enum Module {
     Input,
     /// Down projection in Granite 4: `shared_mlp.output_linear`.
     Output,
+    /// Queries, keys and values of a Gated DeltaNet layer: `linear_attn.in_proj_qkv`.
+    DeltaQkv,
+    /// Gate of the output norm of a Gated DeltaNet layer: `linear_attn.in_proj_z`.
+    DeltaZ,
+    /// How much a head of a Gated DeltaNet layer writes: `linear_attn.in_proj_b`.
+    DeltaB,
+    /// How much a head of a Gated DeltaNet layer forgets: `linear_attn.in_proj_a`.
+    DeltaA,
+    /// Output projection of a Gated DeltaNet layer: `linear_attn.out_proj`.
+    DeltaOut,
 }
 
 impl Module {
     /// All modules, in the order of the flat parameter buffer.
-    pub const ALL: [Module; 11] = [
+    pub const ALL: [Module; 16] = [
         Module::Q,
         Module::K,
         Module::V,
@@ -51,6 +61,11 @@ impl Module {
         Module::GateUp,
         Module::Input,
         Module::Output,
+        Module::DeltaQkv,
+        Module::DeltaZ,
+        Module::DeltaB,
+        Module::DeltaA,
+        Module::DeltaOut,
     ];
 
     /// The module's name in `target_modules`.
@@ -72,6 +87,11 @@ impl Module {
             Module::GateUp => "mlp.gate_up_proj",
             Module::Input => "shared_mlp.input_linear",
             Module::Output => "shared_mlp.output_linear",
+            Module::DeltaQkv => "linear_attn.in_proj_qkv",
+            Module::DeltaZ => "linear_attn.in_proj_z",
+            Module::DeltaB => "linear_attn.in_proj_b",
+            Module::DeltaA => "linear_attn.in_proj_a",
+            Module::DeltaOut => "linear_attn.out_proj",
         }
     }
 
@@ -318,6 +338,15 @@ pub struct Attention<'a> {
     pub visible: &'a [Vec<Visible>],
     /// Number of positions that a token attends to, its own included; None means all earlier ones.
     pub window: Option<usize>,
+}
+
+/// The values that a layer keeps of the tokens of a sequence during generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CachedLayer {
+    /// The keys and values of the tokens in the attention window; None means all tokens.
+    Keys(Option<usize>),
+    /// A state of constant size.
+    State,
 }
 
 /// The inputs of attention's backward pass.

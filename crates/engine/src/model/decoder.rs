@@ -6,7 +6,8 @@ mod serving;
 
 use std::sync::Arc;
 
-use super::layer::{Batch, Layer, Norm, Saved};
+use super::batch::{Batch, Norm};
+use super::layer::{Layer, Saved};
 use super::packing::{Packing, Target};
 use super::pass::{Applied, Pass};
 use super::rope::{Angles, Ropes};

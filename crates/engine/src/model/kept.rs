@@ -33,6 +33,8 @@ pub struct Joined {
 pub struct KeptPrompts<B: Decode> {
     /// Maximum memory of the prompts, in bytes.
     pub limit_bytes: usize,
+    /// Whether later prompts must begin with all tokens of a kept one: the states of a Gated DeltaNet are known at its end only.
+    pub is_whole: bool,
     /// The prompts; the most recently used one is last.
     prompts: Vec<Kept<B>>,
 }
@@ -52,7 +54,14 @@ pub struct Kept<B: Decode> {
 
 impl<B: Decode> Default for KeptPrompts<B> {
     fn default() -> Self {
-        KeptPrompts { limit_bytes: 0, prompts: Vec::new() }
+        KeptPrompts { limit_bytes: 0, is_whole: false, prompts: Vec::new() }
+    }
+}
+
+impl<B: Decode> KeptPrompts<B> {
+    /// Creates an empty list; `is_whole` says whether later prompts must begin with all tokens of a kept one.
+    pub fn new(is_whole: bool) -> Self {
+        KeptPrompts { is_whole, ..KeptPrompts::default() }
     }
 }
 
@@ -69,9 +78,9 @@ impl<B: Decode> KeptPrompts<B> {
 
     /// The longest beginning of a prompt that a kept prompt has, in whole blocks and without the prompt's last token.
     pub fn find(&mut self, slot: Option<u32>, ids: &[u32]) -> Option<(B::KeptPrompt, usize)> {
-        let shared = |kept: &Kept<B>| match kept.slot == slot {
-            true => common(&kept.ids, &ids[..ids.len() - 1]) / BLOCK * BLOCK,
-            false => 0,
+        let shared = |kept: &Kept<B>| {
+            let count = common(&kept.ids, &ids[..ids.len() - 1]) / BLOCK * BLOCK;
+            if kept.slot == slot && (!self.is_whole || count == kept.ids.len()) { count } else { 0 }
         };
         let best = (0..self.prompts.len()).max_by_key(|index| shared(&self.prompts[*index]))?;
         let count = shared(&self.prompts[best]);
@@ -86,11 +95,17 @@ impl<B: Decode> KeptPrompts<B> {
 
     /// Adds a prompt, and drops the least recently used ones if the memory exceeds the limit.
     pub fn add(&mut self, kept: Kept<B>) {
-        if kept.bytes > self.limit_bytes || kept.ids.len() < MIN_SHARED {
+        // A prompt that must be continued at its end can only be continued after a whole block.
+        let is_useless = self.is_whole && !kept.ids.len().is_multiple_of(BLOCK);
+        if kept.bytes > self.limit_bytes || kept.ids.len() < MIN_SHARED || is_useless {
             return;
         }
-        // A prompt that is the beginning of the new one is not needed any more.
-        self.prompts.retain(|other| other.slot != kept.slot || !kept.ids.starts_with(&other.ids));
+        // A prompt that is the beginning of the new one is not needed any more, unless only it can be continued at its end.
+        let replaces = |other: &Kept<B>| match self.is_whole {
+            true => kept.ids == other.ids,
+            false => kept.ids.starts_with(&other.ids),
+        };
+        self.prompts.retain(|other| other.slot != kept.slot || !replaces(other));
         self.prompts.push(kept);
         let mut bytes: usize = self.prompts.iter().map(|kept| kept.bytes).sum();
         while bytes > self.limit_bytes {

@@ -3,27 +3,20 @@
 
 use std::ops::Range;
 
+use super::batch::{Batch, Norm, Places};
 use super::linear::{Linear, Residual};
-use super::packing::Packing;
+use super::mixer::{Cached, Mixer, SavedMixer};
 use super::pass::Pass;
-use super::rope::Angles;
-use crate::backend::{Activation, Attention, AttentionBackward, Buffers, Compute, Rotation};
+use crate::backend::{Activation, Compute, Decode};
 use crate::error::Result;
 use crate::load::Weights;
-use crate::modelcard::{self, LayerNorms, ModelDescription, QkNorm, QueryGrowth};
-use crate::ops::slices::Heads;
+use crate::modelcard::{self, LayerNorms, ModelDescription};
 
 /// The weights of one decoder layer.
 #[derive(Clone, Debug)]
 pub struct Layer<B: Compute> {
-    /// Sizes of the attention heads.
-    pub heads: Heads,
-    /// Attention window: the number of positions that a token attends to; None means all earlier ones.
-    pub window: Option<usize>,
-    /// Whether rotary embedding is applied to queries and keys.
-    rotates: bool,
-    /// Whether to use the rotary angles of layers with an attention window, which some models define separately.
-    is_local: bool,
+    /// Attention, or a Gated DeltaNet.
+    pub mixer: Mixer<B>,
     activation: Activation,
     /// Factor on the outputs of attention and MLP before they are added to the residual stream.
     residual_multiplier: f32,
@@ -31,10 +24,9 @@ pub struct Layer<B: Compute> {
     /// Value added to the stored weights of the norms, such as 1 in Gemma.
     norm_offset: f32,
     before_attention: Option<Norm<B>>,
-    qk_norm: Option<(Norm<B>, Norm<B>)>,
-    /// Whether qk-norm spans all heads together instead of each head.
-    has_wide_qk_norm: bool,
+    /// The projections that read the layer's input: queries, keys and values, or those of a Gated DeltaNet.
     qkv: Linear<B>,
+    /// The projection of the mixer's output.
     o: Linear<B>,
     after_attention: Option<Norm<B>>,
     before_mlp: Option<Norm<B>>,
@@ -43,58 +35,18 @@ pub struct Layer<B: Compute> {
     after_mlp: Option<Norm<B>>,
     /// The names of the layer's norms in the checkpoint.
     names: LayerNorms,
-    query_growth: Option<QueryGrowth>,
-}
-
-/// The weight of a norm, and the offset of its gradient if the norm is trained.
-#[derive(Clone, Debug)]
-pub struct Norm<B: Buffers> {
-    /// The norm's weight, `[width]`.
-    pub weight: B::Vector,
-    /// Offset of the norm's weight in the flat gradient.
-    pub slot: Option<usize>,
 }
 
 /// The values of the forward pass that a layer's backward pass reads, besides the layer's input.
 #[derive(Debug)]
 pub struct Saved<B: Compute> {
-    /// Queries, keys and values before qk-norm and rotary embedding; kept only with qk-norm.
-    qkv: Option<B::Tensor>,
-    rotated: B::Tensor,
-    attended: B::Tensor,
-    softmax: B::Softmax,
+    mixer: SavedMixer<B>,
     /// The input of the norm after attention; only if the layer has one.
     attention_out: Option<B::Tensor>,
     middle: B::Tensor,
     gate_up: B::Tensor,
     /// The input of the norm after the MLP; only if the layer has one.
     mlp_out: Option<B::Tensor>,
-}
-
-impl<B: Buffers> Norm<B> {
-    /// Creates a norm that is not trained; `offset` is added to its weights.
-    pub fn new(backend: &B, mut values: Vec<f32>, offset: f32) -> Result<Self> {
-        values.iter_mut().for_each(|value| *value += offset);
-        Ok(Norm { weight: backend.upload_vector(values)?, slot: None })
-    }
-
-    /// Creates a trained norm from the flat parameters.
-    pub fn trained(backend: &B, parameters: &B::FlatBuffer, place: Range<usize>, offset: f32) -> Result<Self> {
-        Ok(Norm { slot: Some(place.start), weight: backend.vector_from(parameters, place, offset)? })
-    }
-}
-
-impl<B: Compute> Norm<B> {
-    fn add_gradient(
-        &self,
-        backend: &B,
-        x: &B::Tensor,
-        eps: f32,
-        dy: &B::Tensor,
-        gradient: &mut B::FlatBuffer,
-    ) -> Result<()> {
-        self.slot.map_or(Ok(()), |at| backend.rms_norm_weight_vjp(x, eps, dy, gradient, at))
-    }
 }
 
 impl<B: Compute> Layer<B> {
@@ -110,25 +62,17 @@ impl<B: Compute> Layer<B> {
         let after_attention = layer_norm(names.after_attention)?;
         let before_mlp = layer_norm(names.before_mlp)?;
         let after_mlp = layer_norm(names.after_mlp)?;
-        let qk_norm = match config.qk_norm {
-            QkNorm::None => None,
-            QkNorm::Head | QkNorm::Width => Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?)),
-        };
+        let mixer = Mixer::load(backend, weights, config, index)?;
         let mut linear = |paths: &[&str], bias| Linear::load(backend, weights, &prefix, paths, bias);
-        let paths = config.projections;
-        let qkv = linear(paths.qkv, config.qkv_bias)?;
-        let o = linear(&[paths.o], config.o_bias)?;
+        let paths = config.projections_of(index);
+        let qkv = linear(paths.qkv, paths.qkv.iter().any(|path| config.has_bias(path)))?;
+        let o = linear(&[paths.o], config.has_bias(paths.o))?;
         let gate_up = linear(paths.gate_up, config.mlp_bias)?;
         let down = linear(&[paths.down], config.mlp_bias)?;
-        let (heads, window, rotates) = (heads(config), config.windows[index], config.rotates[index]);
         let eps = config.rms_norm_eps as f32;
         let residual_multiplier = config.residual_multiplier as f32;
-        let has_wide_qk_norm = config.qk_norm == QkNorm::Width;
         Ok(Layer {
-            heads,
-            window,
-            rotates,
-            is_local: window.is_some() && config.local_rope.is_some(),
+            mixer,
             activation: match config.activation {
                 modelcard::Activation::Silu => Activation::Silu,
                 modelcard::Activation::GeluTanh => Activation::GeluTanh,
@@ -137,8 +81,6 @@ impl<B: Compute> Layer<B> {
             eps,
             norm_offset,
             before_attention,
-            qk_norm,
-            has_wide_qk_norm,
             qkv,
             o,
             after_attention,
@@ -147,7 +89,6 @@ impl<B: Compute> Layer<B> {
             down,
             after_mlp,
             names,
-            query_growth: config.query_growth,
         })
     }
 
@@ -170,86 +111,7 @@ impl<B: Compute> Layer<B> {
         self.after_attention = layer_norm(self.names.after_attention)?;
         self.before_mlp = layer_norm(self.names.before_mlp)?;
         self.after_mlp = layer_norm(self.names.after_mlp)?;
-        if self.qk_norm.is_some() {
-            self.qk_norm = Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?));
-        }
-        Ok(())
-    }
-
-    fn rotation<'a>(&'a self, angles: &'a Angles<B>) -> Rotation<'a, B> {
-        let angles = angles.of(self.is_local);
-        let of_heads = self.qk_norm.as_ref().filter(|_| !self.has_wide_qk_norm);
-        let qk_norm = of_heads.map(|(q, k)| (&q.weight, &k.weight, self.eps));
-        Rotation { heads: &self.heads, qk_norm, angles }
-    }
-
-    /// The columns of queries, keys and values in a row of `qkv`.
-    fn parts(&self) -> [Range<usize>; 3] {
-        let (q, kv) = (self.heads.q_width(), self.heads.kv_width());
-        [0..q, q..q + kv, q + kv..q + 2 * kv]
-    }
-
-    /// Multiplies queries by the factors of their positions, if the model scales them. The operation
-    /// is its own transpose.
-    fn scale_queries(&self, backend: &B, qkv: &B::Tensor, positions: &[usize]) -> Result<Option<B::Tensor>> {
-        let Some(growth) = self.query_growth else { return Ok(None) };
-        let factors: Vec<f32> = positions.iter().map(|position| growth.factor(*position)).collect();
-        if factors.iter().all(|factor| *factor == 1.0) {
-            return Ok(None);
-        }
-        backend.rows_scaled(qkv, 0..self.heads.q_width(), &factors).map(Some)
-    }
-
-    /// Applies qk-norm, rotary embedding and query scaling to `[q | k | v]`, as far as the layer has them.
-    fn rotate(&self, backend: &B, qkv: &B::Tensor, places: Places<'_, B>) -> Result<Option<B::Tensor>> {
-        let mut rotated = None;
-        if let (Some((q_norm, k_norm)), true) = (&self.qk_norm, self.has_wide_qk_norm) {
-            let [q, k, v] = self.parts();
-            let q = backend.rms_norm(&backend.columns(qkv, q)?, &q_norm.weight, self.eps)?;
-            let k = backend.rms_norm(&backend.columns(qkv, k)?, &k_norm.weight, self.eps)?;
-            rotated = Some(backend.concat_columns(&[&q, &k, &backend.columns(qkv, v)?])?);
-        }
-        if self.rotates {
-            rotated = Some(backend.rotate(&self.rotation(places.angles), rotated.as_ref().unwrap_or(qkv))?);
-        }
-        Ok(self.scale_queries(backend, rotated.as_ref().unwrap_or(qkv), places.positions)?.or(rotated))
-    }
-
-    /// Returns dL/dqkv of [`Layer::rotate`]; `qkv` is its input, present with qk-norm.
-    fn rotate_vjp(
-        &self,
-        backend: &B,
-        qkv: Option<&B::Tensor>,
-        d_rotated: B::Tensor,
-        places: Places<'_, B>,
-        gradient: &mut B::FlatBuffer,
-    ) -> Result<B::Tensor> {
-        let d_rotated = self.scale_queries(backend, &d_rotated, places.positions)?.unwrap_or(d_rotated);
-        let rotation = self.rotation(places.angles);
-        let of_heads = qkv.filter(|_| !self.has_wide_qk_norm);
-        let d_qkv = match self.rotates {
-            false => d_rotated,
-            true => {
-                let d_qkv = backend.rotate_vjp(&rotation, of_heads, &d_rotated)?;
-                if let (Some(qkv), Some((q, k))) = (of_heads, &self.qk_norm)
-                    && let (Some(q), Some(k)) = (q.slot, k.slot)
-                {
-                    backend.rotate_weight_vjp(&rotation, qkv, &d_rotated, gradient, (q, k))?;
-                }
-                d_qkv
-            }
-        };
-        let (Some(qkv), Some((q_norm, k_norm)), true) = (qkv, &self.qk_norm, self.has_wide_qk_norm) else {
-            return Ok(d_qkv);
-        };
-        let [q, k, v] = self.parts();
-        let mut part = |norm: &Norm<B>, columns: Range<usize>| {
-            let (x, dy) = (backend.columns(qkv, columns.clone())?, backend.columns(&d_qkv, columns)?);
-            norm.add_gradient(backend, &x, self.eps, &dy, gradient)?;
-            backend.rms_norm_vjp(&x, &norm.weight, self.eps, &dy, None)
-        };
-        let (dq, dk) = (part(q_norm, q)?, part(k_norm, k)?);
-        backend.concat_columns(&[&dq, &dk, &backend.columns(&d_qkv, v)?])
+        self.mixer.set_norms(norm)
     }
 
     /// Returns the memory of the linear layers' matrices in bytes; None if the backend does not know it.
@@ -323,22 +185,10 @@ impl<B: Compute> Layer<B> {
         (&self.down, self.after_mlp.as_ref())
     }
 
-    fn attention<'a>(&'a self, batch: &Batch<'a, B>) -> Attention<'a> {
-        let Packing { groups, .. } = batch.packing;
-        let visible = batch.packing.visible(self.window);
-        Attention { heads: &self.heads, groups, visible, window: self.window }
-    }
-
-    /// Computes `[q | k | v]` from the residual stream.
+    /// Computes what the mixer reads from the residual stream, `[q | k | v]` in attention.
     fn read(&self, backend: &B, x: &B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
         let normed = self.before(backend, self.before_attention.as_ref(), x)?;
         self.qkv.forward(backend, normed.as_ref().unwrap_or(x), Residual::None, pass)
-    }
-
-    /// Computes `[q | k | v]` after qk-norm and rotary embedding from the residual stream.
-    pub fn project(&self, backend: &B, x: &B::Tensor, places: Places<'_, B>, pass: Pass<'_>) -> Result<B::Tensor> {
-        let qkv = self.read(backend, x, pass)?;
-        Ok(self.rotate(backend, &qkv, places)?.unwrap_or(qkv))
     }
 
     /// Scales the input of a product whose output is added to the residual stream by the residual multiplier. This
@@ -363,25 +213,23 @@ impl<B: Compute> Layer<B> {
         self.added(backend, backend.gated(self.activation, gate_up)?)
     }
 
-    /// Computes the rest of the layer after attention: output projection, residual, MLP, residual.
-    pub fn finish(&self, backend: &B, x: Residual<'_, B>, attended: B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
+    /// Computes the rest of the layer after the mixer: output projection, residual, MLP, residual.
+    fn finish(&self, backend: &B, x: Residual<'_, B>, attended: B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
         let middle = self.add(backend, self.of_attention(), &self.added(backend, attended)?, x, pass)?.0;
         let activated = self.activated(backend, &self.widen(backend, &middle, pass)?)?;
         Ok(self.add(backend, self.of_mlp(), &activated, Residual::Consumed(middle), pass)?.0)
     }
 
-    /// Runs a packed batch through the layer; also returns `[q | k | v]` after qk-norm and rotary embedding,
-    /// for a KV cache.
+    /// Runs a packed batch through the layer; also returns what later tokens read of its prompts.
     pub fn forward(
         &self,
         backend: &B,
         x: &B::Tensor,
         batch: &Batch<'_, B>,
         pass: Pass<'_>,
-    ) -> Result<(B::Tensor, B::Tensor)> {
-        let qkv = self.project(backend, x, batch.places(), pass)?;
-        let attended = backend.attend(&self.attention(batch), &qkv)?.0;
-        Ok((self.finish(backend, Residual::Kept(x), attended, pass)?, qkv))
+    ) -> Result<(B::Tensor, Cached<B>)> {
+        let (mixed, cached) = self.mixer.forward(backend, self.read(backend, x, pass)?, batch)?;
+        Ok((self.finish(backend, Residual::Kept(x), mixed, pass)?, cached))
     }
 
     /// Runs the layer and saves the values that the backward pass reads. Without `output` it computes only these, for a
@@ -394,16 +242,13 @@ impl<B: Compute> Layer<B> {
         pass: Pass<'_>,
         output: bool,
     ) -> Result<(Option<B::Tensor>, Saved<B>)> {
-        let qkv = self.read(backend, x, pass)?;
-        let (rotated, qkv) = match self.rotate(backend, &qkv, batch.places())? {
-            Some(rotated) => (rotated, self.qk_norm.is_some().then_some(qkv)),
-            None => (qkv, None),
-        };
-        let (attended, softmax) = backend.attend(&self.attention(batch), &rotated)?;
-        let scaled = self.scaled(backend, &attended)?;
-        let input = scaled.as_ref().unwrap_or(&attended);
+        let mixer = self.mixer.forward_saving(backend, self.read(backend, x, pass)?, batch)?;
+        let (plain, gated) = mixer.output(backend)?;
+        let mixed = gated.as_ref().unwrap_or(plain);
+        let scaled = self.scaled(backend, mixed)?;
+        let input = scaled.as_ref().unwrap_or(mixed);
         let (middle, attention_out) = self.add(backend, self.of_attention(), input, Residual::Kept(x), pass)?;
-        drop(scaled);
+        drop((scaled, gated));
         let gate_up = self.widen(backend, &middle, pass)?;
         let (y, mlp_out) = match output || self.after_mlp.is_some() {
             true => {
@@ -413,7 +258,7 @@ impl<B: Compute> Layer<B> {
             }
             false => (None, None),
         };
-        Ok((y, Saved { qkv, rotated, attended, softmax, attention_out, middle, gate_up, mlp_out }))
+        Ok((y, Saved { mixer, attention_out, middle, gate_up, mlp_out }))
     }
 
     /// Returns dL/dx of the layer from dL/dy, and adds the gradients of trained parameters, given the layer's input
@@ -427,7 +272,7 @@ impl<B: Compute> Layer<B> {
         pass: Pass<'_>,
         gradient: &mut B::FlatBuffer,
     ) -> Result<B::Tensor> {
-        let Saved { qkv, rotated, attended, softmax, attention_out, middle, gate_up, mlp_out } = saved;
+        let Saved { mixer, attention_out, middle, gate_up, mlp_out } = saved;
         let activated = self.activated(backend, &gate_up)?;
         let d_activated = self.add_vjp(backend, self.of_mlp(), (&activated, mlp_out), dy, pass, gradient)?;
         drop(activated);
@@ -439,21 +284,13 @@ impl<B: Compute> Layer<B> {
         drop((read, d_gate_up));
         let d_middle = self.before_vjp(backend, before_mlp, &middle, &d_read, dy, gradient)?;
         drop((middle, d_read));
-        let scaled = self.scaled(backend, &attended)?;
-        let input = (scaled.as_ref().unwrap_or(&attended), attention_out);
+        let (plain, gated) = mixer.output(backend)?;
+        let mixed = gated.as_ref().unwrap_or(plain);
+        let scaled = self.scaled(backend, mixed)?;
+        let input = (scaled.as_ref().unwrap_or(mixed), attention_out);
         let d_input = self.add_vjp(backend, self.of_attention(), input, &d_middle, pass, gradient)?;
-        drop(scaled);
-        let d_attended = self.added(backend, d_input)?;
-        let d_rotated = backend.attend_vjp(&AttentionBackward {
-            attention: self.attention(batch),
-            qkv: &rotated,
-            out: &attended,
-            softmax: &softmax,
-            dy: &d_attended,
-        })?;
-        drop((rotated, attended, softmax, d_attended));
-        let d_qkv = self.rotate_vjp(backend, qkv.as_ref(), d_rotated, batch.places(), gradient)?;
-        drop(qkv);
+        drop((scaled, gated));
+        let d_qkv = self.mixer.vjp(backend, mixer, batch, self.added(backend, d_input)?, gradient)?;
         let before_attention = self.before_attention.as_ref();
         let read = self.before(backend, before_attention, x)?;
         let d_read = self.qkv.vjp(backend, read.as_ref().unwrap_or(x), &d_qkv, pass, gradient)?;
@@ -462,33 +299,30 @@ impl<B: Compute> Layer<B> {
     }
 }
 
-/// A packed batch and its rotary angles.
-#[derive(Debug)]
-pub struct Batch<'p, B: Compute> {
-    /// Token ids, groups and targets.
-    pub packing: &'p Packing,
-    /// Rotary angles of each token.
-    pub angles: Angles<B>,
-}
-
-impl<B: Compute> Batch<'_, B> {
-    fn places(&self) -> Places<'_, B> {
-        Places { positions: &self.packing.positions, angles: &self.angles }
+impl<B: Decode> Layer<B> {
+    /// Appends one token to each sequence of the cache in this layer, the one with this index.
+    pub fn step(
+        &self,
+        backend: &B,
+        (cache, index): (&mut B::Cache, usize),
+        x: B::Tensor,
+        places: Places<'_, B>,
+        pass: Pass<'_>,
+    ) -> Result<B::Tensor> {
+        let mixed = self.mixer.step(backend, cache, index, self.read(backend, &x, pass)?, places)?;
+        self.finish(backend, Residual::Consumed(x), mixed, pass)
     }
-}
 
-/// The positions of tokens in their sequences, with their rotary angles.
-#[derive(Debug)]
-pub struct Places<'a, B: Compute> {
-    /// The position of each token, from 0.
-    pub positions: &'a [usize],
-    /// The rotary angles of the tokens.
-    pub angles: &'a Angles<B>,
-}
-
-/// The sizes of a model's attention heads.
-pub fn heads(config: &ModelDescription) -> Heads {
-    let heads = Heads::new(config.num_attention_heads, config.num_key_value_heads, config.head_dim);
-    let softcap = config.attention_softcap.map(|softcap| softcap as f32);
-    Heads { scale: config.attention_scale as f32, softcap, ..heads }
+    /// Appends the remaining tokens of prompts, given as (index, number of tokens), in this layer, the one with this index.
+    pub fn extend(
+        &self,
+        backend: &B,
+        cache: &mut B::Cache,
+        prompts: (&[(usize, usize)], usize),
+        x: B::Tensor,
+        (places, pass): (Places<'_, B>, Pass<'_>),
+    ) -> Result<B::Tensor> {
+        let mixed = self.mixer.extend(backend, cache, prompts, self.read(backend, &x, pass)?, places)?;
+        self.finish(backend, Residual::Consumed(x), mixed, pass)
+    }
 }

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
+use super::batch::heads;
 use super::full::Full;
-use super::layer::heads;
 use super::{Network, ParameterInfo, Policy, no_adapter, with_decoder};
 use crate::backend::{Buffers, Compute, Flat};
 use crate::error::{EngineError, Result};
@@ -95,13 +95,18 @@ impl Policy {
     }
 
     /// Starts training all weights from the model's own values; `dir` is the directory it was loaded from.
+    ///
+    /// # Errors
+    /// Fails for models with Gated DeltaNet layers, whose own weights have no gradient yet.
     pub fn train_all(&mut self, dir: &Path) -> Result<()> {
+        self.check_full()?;
         let zeros = self.zeros(Full::len_of(&self.card))?;
         self.set_full(Full::of_model(dir, &self.card, zeros)?)
     }
 
     /// Starts training all weights from a checkpoint that [`Policy::save_full`] created.
     pub fn load_full(&mut self, dir: &Path) -> Result<()> {
+        self.check_full()?;
         let zeros = self.zeros(Full::len_of(&self.card))?;
         self.set_full(Full::read(dir, &self.card, zeros)?)
     }
@@ -183,6 +188,19 @@ impl Policy {
             }
             (None, None) => Err(no_adapter()),
         }
+    }
+
+    /// Rejects models of which some weights can only be frozen.
+    fn check_full(&self) -> Result<()> {
+        let config = &self.card.config;
+        if config.delta_net.is_none() {
+            return Ok(());
+        }
+        let detail = format!(
+            "{} models cannot be trained in full yet: the weights of layers of type linear_attention have no gradient; use lora",
+            config.family
+        );
+        Err(EngineError::Input(detail))
     }
 
     /// Allocates `len` zeros in the memory where optimizer updates are computed.

@@ -147,6 +147,23 @@ pub fn gated_vjp(activation: Activation, gate_up: &[f32], dy: &[f32], d_gate_up:
     }
 }
 
+/// Computes out = x ∘ σ(gate).
+#[inline]
+pub fn sigmoid_gated(x: &[f32], gate: &[f32], out: &mut [f32]) {
+    for ((out, x), gate) in out.iter_mut().zip(x).zip(gate) {
+        *out = x / (1.0 + (-gate).exp());
+    }
+}
+
+/// Computes the derivative of x ∘ σ(gate) by the gate.
+#[inline]
+pub fn sigmoid_gate_slope(x: &[f32], gate: &[f32], out: &mut [f32]) {
+    for ((out, x), gate) in out.iter_mut().zip(x).zip(gate) {
+        let s = 1.0 / (1.0 + (-gate).exp());
+        *out = x * s * (1.0 - s);
+    }
+}
+
 /// The derivative of c·tanh(x / c) at the point where its value is `y`.
 pub fn softcap_slope(y: f32, softcap: f32) -> f32 {
     1.0 - (y / softcap) * (y / softcap)

@@ -210,3 +210,14 @@ fn a_job_ends_with_the_adapter_of_the_expanded_base_and_of_quantizing_at_load() 
         }
     }
 }
+
+#[test]
+fn a_job_on_a_hybrid_that_is_quantized_at_load_is_exactly_on_policy() {
+    let dir = folder("qwen3_5");
+    for dtype in [ComputeDtype::F32, ComputeDtype::Bf16] {
+        // The job checks that every first log-ratio is 0.
+        let quantized = job(&dir, dtype, Some((QuantType::Nf4, true)));
+        assert!(quantized == job(&dir, dtype, Some((QuantType::Nf4, true))), "{dtype:?}: the same job, other bytes");
+        assert!(quantized != job(&dir, dtype, None), "{dtype:?}: quantization has no effect");
+    }
+}

@@ -12,7 +12,7 @@ use rlood_types::spec::LoraPlan;
 
 use crate::kinds::kinds;
 
-const ARCHITECTURES: [&str; 15] = [
+const ARCHITECTURES: [&str; 17] = [
     "qwen3",
     "qwen2",
     "llama",
@@ -28,6 +28,8 @@ const ARCHITECTURES: [&str; 15] = [
     "phi3_partial",
     "olmo3",
     "granitemoehybrid",
+    "qwen3_5",
+    "qwen3_5_vl",
 ];
 
 /// The architectures that a backend supports; a GPU has no kernels for some.
@@ -35,6 +37,11 @@ pub fn architectures(kind: BackendKind) -> impl Iterator<Item = &'static str> {
     let beyond_gpu = |name| rlood_model_files::read(&fixture(name)).unwrap().config.beyond_gpu().is_some();
     let is_gpu = matches!(kind, BackendKind::Cuda { .. });
     ARCHITECTURES.into_iter().filter(move |name| !is_gpu || !beyond_gpu(name))
+}
+
+/// Whether all weights of an architecture can be trained; those of Gated DeltaNet layers cannot.
+pub fn trains_in_full(name: &str) -> bool {
+    rlood_model_files::read(&fixture(name)).unwrap().config.delta_net.is_none()
 }
 
 pub fn fixture(name: &str) -> PathBuf {
@@ -157,7 +164,9 @@ fn each() -> impl Iterator<Item = (&'static str, BackendKind)> {
 #[test]
 fn every_lora_parameter_gets_the_gradient_of_finite_differences() {
     for (name, kind) in each() {
-        assert_gradients_are_differences(name, kind, &mut policy(name, kind), 4e-3);
+        // The norm after a Gated DeltaNet makes the loss curved, so the differences must be small.
+        let step = if trains_in_full(name) { 4e-3 } else { 5e-4 };
+        assert_gradients_are_differences(name, kind, &mut policy(name, kind), step);
     }
 }
 
@@ -167,6 +176,11 @@ fn every_weight_gets_the_gradient_of_finite_differences() {
     for (name, kind) in each() {
         let dir = fixture(name);
         let mut policy = Policy::load(&dir, kind).unwrap();
+        if !trains_in_full(name) {
+            let error = policy.train_all(&dir).unwrap_err().to_string();
+            assert!(error.contains("linear_attention") && error.contains("lora"), "{name}: {error}");
+            continue;
+        }
         let base = policy.score(&as_rows(&rows_of(1)), 0.8, Adapter::On).unwrap();
         policy.train_all(&dir).unwrap();
         assert_eq!(policy.score(&as_rows(&rows_of(1)), 0.8, Adapter::On).unwrap(), base);
@@ -380,6 +394,8 @@ fn assert_rows_agree(what: &str, a: &[f32], b: &[f32], tolerance: f64) {
 fn cached_generation_equals_the_full_forward_whatever_the_batch() {
     for (name, kind) in each() {
         let policy = policy(name, kind);
+        // The norm after a Gated DeltaNet amplifies the differences between products of the oracle.
+        let tolerance = if trains_in_full(name) { 1e-5 } else { 5e-5 };
         let name = format!("{name}, {kind:?}");
         // Longer than Mistral's window of 8; the first and third are the same prompt.
         let prompts = [random_ids(10, 11), random_ids(11, 2), random_ids(10, 11), random_ids(12, 19)];
@@ -393,7 +409,7 @@ fn cached_generation_equals_the_full_forward_whatever_the_batch() {
             for (row, sequence) in sequences.iter().enumerate() {
                 if step % 3 == 0 || row == 0 {
                     let full = policy.logits(sequence, &[sequence.len() - 1], Adapter::On).unwrap();
-                    assert_rows_agree(&format!("{name} step {step} row {row}"), logits.row(row), &full[0], 1e-5);
+                    assert_rows_agree(&format!("{name} step {step} row {row}"), logits.row(row), &full[0], tolerance);
                 }
             }
             if step == 10 || step == 20 {
@@ -419,7 +435,7 @@ fn cached_generation_equals_the_full_forward_whatever_the_batch() {
             policy.append(&mut state, &[*token]).unwrap();
         }
         let alone = policy.next_logits(&state).unwrap();
-        assert_rows_agree(&name, alone.row(0), logits.row(0), 1e-5);
+        assert_rows_agree(&name, alone.row(0), logits.row(0), tolerance);
         assert!(policy.append(&mut state, &[1, 2]).is_err());
     }
 }

@@ -37,12 +37,7 @@ pub type Worst = BTreeMap<&'static str, f64>;
 
 /// Cases that are not supported yet: a JSON pointer into config.json, and the value there. Entries may only be removed. Each meets a
 /// case of the fixtures, which has config.json and expected.json only: a model is refused before its weights are read.
-const REFUSED: [(&str, &str); 4] = [
-    ("/model_type", "gpt_oss"),
-    ("/model_type", "qwen3_5"),
-    ("/model_type", "qwen3_5_text"),
-    ("/model_type", "qwen3_moe"),
-];
+const REFUSED: [(&str, &str); 2] = [("/model_type", "gpt_oss"), ("/model_type", "qwen3_moe")];
 /// The error for adapters that the GPU kernels do not support.
 const REFUSED_ADAPTERS_ON_GPU: &str =
     "for rank_pattern and alpha_pattern that differ between q, k and v, or gate and up";

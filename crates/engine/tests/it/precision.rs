@@ -11,7 +11,7 @@ use rlood_engine::kernels::threads::Threads;
 use rlood_engine::model::{Policy, RowScore};
 use rlood_types::spec::ComputeDtype;
 
-use crate::gradients::{as_rows, fixture, norm, rows_of, weights};
+use crate::gradients::{as_rows, fixture, norm, rows_of, trains_in_full, weights};
 
 /// Maximum difference of any token's log-prob in nats, relative for log-probs beyond 1 nat.
 #[derive(Clone, Copy, Debug)]
@@ -86,6 +86,16 @@ impl std::fmt::Display for Tolerance {
 }
 
 impl Tolerance {
+    /// The tolerance for a model. The norm after a Gated DeltaNet divides outputs of about 0.01 by their length in these fixtures,
+    /// which amplifies every difference. Measured for qwen3_5: 1.2e-2 and 9.2e-2 between two bf16, 4.8e-2 and 3.4e-1 between bf16
+    /// and f32 (the oracle's: 5.1e-2 and 3.3e-1), 3.3e-6 and 1.9e-5 between two f32.
+    fn of_model(self, dir: &Path) -> Tolerance {
+        match rlood_model_files::read(dir).unwrap().config.delta_net {
+            Some(_) => Tolerance { logps: 2.0 * self.logps, gradient: 10.0 * self.gradient },
+            None => self,
+        }
+    }
+
     fn holds(self, what: &str, measured: Tolerance) {
         let holds = measured.logps <= self.logps && measured.gradient <= self.gradient;
         assert!(holds, "{what}: {measured:?}, allowed {self:?}");
@@ -115,10 +125,10 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
         let (from_oracle, from_exact, oracles) =
             (ours.distance(&oracle), ours.distance(&exact), oracle.distance(&exact));
         println!("bf16 {name}: from bf16 {from_oracle}; from f32 {from_exact}; the oracle's {oracles}");
-        BF16.holds(&format!("{name}, from the oracle"), from_oracle);
+        BF16.of_model(&dir).holds(&format!("{name}, from the oracle"), from_oracle);
         let rounds_inputs = Isa::chosen().unwrap().rounds_inputs();
         let near_f32 = if rounds_inputs { BF16_F32_ROUNDED } else { BF16_F32 };
-        near_f32.holds(&format!("{name}, from f32"), from_exact);
+        near_f32.of_model(&dir).holds(&format!("{name}, from f32"), from_exact);
         // The error must not be much larger than that of the oracle, which rounds more. AMX and AVX512-BF16 round the
         // inputs of products too, but not the f32 sums. The largest difference over a few tokens varies: measured up
         // to 1.63 times the oracle's with AMX, 2.17 times with AVX512-BF16 (llama_nf4_skip).
@@ -137,25 +147,35 @@ fn every_instruction_set_of_this_machine_agrees_with_the_oracle() {
     let isas: Vec<Isa> = Isa::available().collect();
     assert!(isas.contains(&Isa::Portable) && isas.contains(&Isa::best()));
     // Models with qk-norm, with a window, with biases everywhere and an odd number of threads; with soft caps and GELU,
-    // with rotary embedding on a part of each head.
-    let of_model =
-        [("qwen3", 1), ("mistral", 2), ("llama_bias", 3), ("gemma2", 2), ("gemma3_text", 3), ("phi3_partial", 1)];
+    // with rotary embedding on a part of each head, with Gated DeltaNet layers.
+    let of_model = [
+        ("qwen3", 1),
+        ("mistral", 2),
+        ("llama_bias", 3),
+        ("gemma2", 2),
+        ("gemma3_text", 3),
+        ("phi3_partial", 1),
+        ("qwen3_5", 3),
+    ];
     for (name, threads) in of_model {
         let dir = fixture(name);
         let oracle = |dtype| Policy::load_dtype(&dir, BackendKind::Reference, dtype).unwrap();
         let exact = results(&dir, oracle(ComputeDtype::F32));
-        let exact_of_all = results_of_all(&dir, oracle(ComputeDtype::F32));
+        let exact_of_all = trains_in_full(name).then(|| results_of_all(&dir, oracle(ComputeDtype::F32)));
         let rounded = results(&dir, oracle(ComputeDtype::Bf16));
         let threads = Arc::new(Threads::new(threads));
         for isa in &isas {
             let ours = |dtype| Policy::on_cpu(&dir, Cpu::with(dtype, *isa, threads.clone())).unwrap();
             let f32 = results(&dir, ours(ComputeDtype::F32)).distance(&exact);
-            let all = results_of_all(&dir, ours(ComputeDtype::F32)).distance(&exact_of_all);
             let bf16 = results(&dir, ours(ComputeDtype::Bf16)).distance(&rounded);
-            println!("{isa} {name}: f32 {f32}; all weights {all}; bf16 {bf16}");
-            F32.holds(&format!("{name} on {isa}, f32"), f32);
-            F32.holds(&format!("{name} on {isa}, f32, all weights"), all);
-            BF16.holds(&format!("{name} on {isa}, bf16"), bf16);
+            println!("{isa} {name}: f32 {f32}; bf16 {bf16}");
+            F32.of_model(&dir).holds(&format!("{name} on {isa}, f32"), f32);
+            if let Some(exact) = &exact_of_all {
+                let all = results_of_all(&dir, ours(ComputeDtype::F32)).distance(exact);
+                println!("{isa} {name}: all weights {all}");
+                F32.holds(&format!("{name} on {isa}, f32, all weights"), all);
+            }
+            BF16.of_model(&dir).holds(&format!("{name} on {isa}, bf16"), bf16);
         }
     }
 }

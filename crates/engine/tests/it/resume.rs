@@ -59,8 +59,8 @@ fn resuming_from_every_step_gives_the_same_bytes_and_metrics() {
     }
 }
 
-/// Covers a family with windows and soft caps, one with fused projections, one with multipliers, and one whose rotary
-/// angles depend on the length.
+/// Covers a family with windows and soft caps, one with fused projections, one with multipliers, one whose rotary
+/// angles depend on the length, and one with states instead of keys and values.
 #[test]
 fn every_kind_of_family_resumes_with_the_same_bytes() {
     for (name, modules) in [
@@ -68,6 +68,8 @@ fn every_kind_of_family_resumes_with_the_same_bytes() {
         ("phi3_partial", ["qkv_proj", "gate_up_proj", "down_proj"]),
         ("granitemoehybrid", ["v_proj", "input_linear", "output_linear"]),
         ("llama_dynamic", ["q_proj", "k_proj", "o_proj"]),
+        ("qwen3_5", ["q_proj", "in_proj_qkv", "in_proj_a"]),
+        ("qwen3_5_vl", ["in_proj_z", "in_proj_b", "out_proj"]),
     ] {
         let dir = rlood_test_support::fixture("parity").join(name);
         let mut plan = plan();

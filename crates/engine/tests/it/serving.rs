@@ -84,8 +84,8 @@ fn alone(name: &str, kind: BackendKind, slot: Option<u32>, request: &ServedReque
     run(&mut batcher(name, kind), &[(0, slot, request.clone())]).remove(&(0, 0)).unwrap()
 }
 
-/// Models of several kinds: qk-norm, biases, a sliding window of 8, norms after attention, rotary angles by length.
-const MODELS: [&str; 6] = ["qwen3", "qwen2", "mistral", "gemma3_text", "llama_dynamic", "qwen3_nf4"];
+/// Models of several kinds: qk-norm, biases, a sliding window of 8, norms after attention, rotary angles by length, states.
+const MODELS: [&str; 7] = ["qwen3", "qwen2", "mistral", "gemma3_text", "llama_dynamic", "qwen3_nf4", "qwen3_5"];
 
 #[test]
 fn answers_do_not_depend_on_the_batch() {
@@ -187,7 +187,7 @@ fn log_probs_are_those_of_the_model_for_prompt_and_answer() {
 fn equal_beginnings_are_computed_once() {
     let system = ids(1, 70);
     let chat = |seed: u64| request(&[system.clone(), ids(seed, 9)].concat());
-    for name in ["qwen3", "mistral", "gemma3_text", "olmo3"] {
+    for name in ["qwen3", "mistral", "gemma3_text", "olmo3", "qwen3_5"] {
         let expected: Vec<Whole> = (2..6).map(|seed| alone(name, BackendKind::Cpu, Some(0), &chat(seed))).collect();
         let mut batcher = batcher(name, BackendKind::Cpu);
         let one_by_one: Vec<Whole> =
@@ -208,8 +208,8 @@ fn equal_beginnings_are_computed_once() {
             assert_eq!(answers[&(id as u64, 0)], *expected, "{name}");
         }
         assert_eq!(answers[&(4, 0)], alone(name, BackendKind::Cpu, None, &chat(2)), "{name}");
-        if name == "qwen3" {
-            assert_eq!(fresh.counts().reused_tokens, 4 * 64);
+        if ["qwen3", "qwen3_5"].contains(&name) {
+            assert_eq!(fresh.counts().reused_tokens, 4 * 64, "{name}");
         }
     }
 }

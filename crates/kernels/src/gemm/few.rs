@@ -3,11 +3,7 @@
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
-use super::super::pack::{CodeRun, PANEL, Take, Values, each_pair, widened};
-
-/// Number of elements from one packed row of inputs to the next. It is a constant, so that one register addresses all
-/// rows; an odd number of cache lines, so that rows are in different cache sets; and more than the depth of a block.
-pub(in super::super) const INPUT_STRIDE: usize = 1040;
+use super::super::pack::{CodeRun, INPUT_STRIDE, PANEL, Take, Values, each_pair, widened};
 
 /// The inputs and sums of some rows.
 pub(in super::super) struct Sums {

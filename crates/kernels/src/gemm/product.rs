@@ -4,11 +4,11 @@ use std::ops::Range;
 
 #[cfg(target_arch = "x86_64")]
 use super::super::pack::CodeRun;
-use super::super::pack::{Expand, Line, PANEL, PackDtype, PackedMatrix};
+use super::super::pack::{Expand, INPUT_STRIDE, Line, PANEL, PackDtype, PackedMatrix};
 #[cfg(target_arch = "x86_64")]
 use super::few;
 use super::place::Place;
-use super::tile::{AHEAD, INPUT_STRIDE, Kernels, LINE, MOST_ROWS, Tile, TileKernels, prefetch};
+use super::tile::{AHEAD, Kernels, LINE, MOST_ROWS, Tile, TileKernels, prefetch};
 use super::{Job, Rows, Side};
 
 /// Number of rows for which a block of weights is read once from memory, and number of steps in a block:

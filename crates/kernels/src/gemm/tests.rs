@@ -3,6 +3,7 @@
 mod codes;
 
 use super::*;
+use crate::pack::PackDtype;
 
 /// Pseudo-random values in [−½, ½).
 fn random(len: usize, seed: u64) -> Vec<f32> {

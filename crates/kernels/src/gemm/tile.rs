@@ -1,11 +1,10 @@
 //! The innermost loops of matrix products: a few rows times half a panel or a whole one, with the sums in registers.
 
 use super::super::isa::Isa;
-use super::super::pack::{EXPAND_PORTABLE, Expand, PANEL};
+use super::super::pack::{EXPAND_PORTABLE, Expand, INPUT_STRIDE, PANEL};
 use super::super::simd::{Portable, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::few;
-pub(in super::super) use super::few::INPUT_STRIDE;
 
 /// Maximum number of rows of any tile.
 pub(in super::super) const MOST_ROWS: usize = 12;

@@ -87,8 +87,10 @@ pub(crate) struct Sizes {
     pub(crate) head_dim: usize,
     /// The model's context length in config.json.
     pub(crate) max_position_embeddings: usize,
-    /// True for Phi-3: only a part of a head may rotate, and LongRoPE has other key names.
+    /// True for Phi-3, where LongRoPE has other key names.
     pub(crate) is_phi3: bool,
+    /// Default value of `partial_rotary_factor`; None if all columns of a head rotate in this family.
+    pub(crate) rotary_factor: Option<f64>,
 }
 
 /// Reads the rotary position embedding that all layers share.
@@ -215,11 +217,12 @@ fn one(
 
 /// Reads how many columns of an attention head rotate.
 fn rotary_dim(keys: &Keys<'_>, key: &str, factor: Option<&Value>, sizes: Sizes) -> Result<usize, ModelCardError> {
-    let Some(value) = factor else { return Ok(sizes.head_dim) };
+    let usual = sizes.rotary_factor.map(Value::from);
+    let Some(value) = factor.or(usual.as_ref()) else { return Ok(sizes.head_dim) };
     let Some(factor) = value.as_f64().filter(|factor| *factor > 0.0 && *factor <= 1.0) else {
         return keys.refuse(key, value, "the value must be above 0 and at most 1");
     };
-    if factor != 1.0 && !sizes.is_phi3 {
+    if factor != 1.0 && sizes.rotary_factor.is_none() {
         return keys.refuse(key, value, "the only supported value for this model_type is 1");
     }
     let columns = (sizes.head_dim as f64 * factor) as usize;

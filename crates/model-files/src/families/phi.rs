@@ -8,6 +8,7 @@ pub(super) const PHI3: Family = Family {
     reads: &["partial_rotary_factor"],
     rms_norm_eps: 1e-5,
     has_kv_heads_by_default: true,
+    rotary_factor: Some(1.0),
     describe: |keys, mut model| {
         model.projections = Projections::FUSED;
         let window = keys.get("sliding_window").map(|_| keys.size("sliding_window", None)).transpose()?;

@@ -103,6 +103,43 @@ fn olmo3_reaches_a_longer_context_in_its_full_layers_alone() {
 }
 
 #[test]
+fn a_hybrid_has_states_in_three_of_four_layers() {
+    let published = json!({
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": true,
+        "text_config": {
+            "hidden_size": 1024, "intermediate_size": 3584, "model_type": "qwen3_5_text", "num_hidden_layers": 24,
+            "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16, "attn_output_gate": true,
+            "full_attention_interval": 4, "mtp_num_hidden_layers": 1,
+            "rope_parameters": {"mrope_interleaved": true, "mrope_section": [11, 11, 10], "rope_theta": 10_000_000,
+                                "rope_type": "default", "partial_rotary_factor": 0.25}
+        },
+        "vision_config": {"depth": 12}
+    });
+    let model = read(&published).unwrap();
+    assert!(model.is_part && model.tie_word_embeddings && model.has_output_gate);
+    assert_eq!((model.head_dim, model.rope.rotary_dim, model.norm_offset), (256, 64, 1.0));
+    let net = model.delta_net.clone().unwrap();
+    assert_eq!((net.conv_width(), net.value_width(), net.kernel), (6144, 2048, 4));
+    assert_eq!(net.layers.iter().filter(|is_delta| **is_delta).count(), 18);
+    assert!(!model.is_delta_net(3) && model.is_delta_net(4) && !model.is_delta_net(23));
+    assert_eq!((model.projection_shape("q_proj"), model.projection_shape("o_proj")), ((4096, 1024), (1024, 2048)));
+    let names =
+        "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj";
+    assert_eq!(model.module_names(), names.split(' ').collect::<Vec<_>>());
+    // transformers ties the head by the key outside of text_config, which is false by default.
+    let mut untied = published;
+    untied.as_object_mut().unwrap().remove("tie_word_embeddings");
+    assert!(!read(&untied).unwrap().tie_word_embeddings);
+    let plain = changed("qwen3_5", |value| value["layer_types"] = Value::Null).unwrap();
+    assert_eq!(plain, changed("qwen3_5", |_| ()).unwrap());
+    let skipped = crate::read(&rlood_test_support::fixture("parity/qwen3_5_vl")).unwrap().skipped.unwrap();
+    assert_eq!((skipped.count, skipped.parts), (2, vec!["model.visual".to_owned(), "mtp".to_owned()]));
+    assert_eq!(crate::read(&rlood_test_support::fixture("parity/qwen3_5")).unwrap().skipped, None);
+}
+
+#[test]
 fn phi3_calls_longrope_by_three_names() {
     for name in ["longrope", "su", "yarn"] {
         let phi = changed("phi3_longrope", |value| value["rope_parameters"]["rope_type"] = json!(name)).unwrap();
@@ -115,7 +152,7 @@ fn phi3_calls_longrope_by_three_names() {
 #[test]
 fn keys_that_would_change_the_result_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, Change, &str); 19] = [
+    let cases: [(&str, Change, &str); 27] = [
         ("gemma3_text", |v| v["use_bidirectional_attention"] = json!(true), "use_bidirectional_attention is true"),
         ("gemma3_text", |v| v["hidden_activation"] = json!("relu"), "hidden_activation is \"relu\""),
         ("gemma3_vl", |v| v["text_config"]["model_type"] = json!("llama"), "text_config.model_type is \"llama\""),
@@ -151,6 +188,14 @@ fn keys_that_would_change_the_result_are_rejected_by_name() {
             "weight_block_size is [0,32]",
         ),
         ("qwen3_fp8", |v| v["quantization_config"]["quant_method"] = json!("gptq"), "quantization_config is"),
+        ("qwen3_5", |v| v["layer_types"][1] = json!("mamba"), "layer_types is"),
+        ("qwen3_5", |v| v["attn_output_gate"] = json!(false), "attn_output_gate is false"),
+        ("qwen3_5", |v| v["hidden_act"] = json!("gelu_new"), "hidden_act is \"gelu_new\""),
+        ("qwen3_5", |v| v["linear_num_value_heads"] = json!(3), "linear_num_key_heads (2) must divide it"),
+        ("qwen3_5", |v| v["linear_conv_kernel_dim"] = json!(1), "linear_conv_kernel_dim is 1"),
+        ("qwen3_5", |v| v["linear_key_head_dim"] = json!(1 << 20), "linear_key_head_dim is 1048576"),
+        ("qwen3_5_vl", |v| v["text_config"]["num_experts"] = json!(8), "text_config: num_experts is 8"),
+        ("qwen3_5_vl", |v| v["text_config"]["model_type"] = json!("qwen3"), "text_config.model_type is \"qwen3\""),
     ];
     for (case, change, words) in cases {
         let refused = changed(case, change).unwrap_err();

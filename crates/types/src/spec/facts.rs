@@ -117,10 +117,55 @@ pub struct ModelShape {
     pub num_windowed_layers: u64,
     /// Size of the sliding window in positions, including the token itself. The largest of several windows; 0 = no window.
     pub window: u64,
+    /// The Gated DeltaNet layers, which have a state instead of keys and values; `None` = there are none.
+    pub delta_net: Option<DeltaShape>,
+    /// Whether the query projection is twice as wide as the queries: its other outputs gate attention's output.
+    pub has_output_gate: bool,
     /// Number of weights in layers that are stored in 4 bits with scales in f32, and that the CPU keeps so.
     pub four_bit_weights: u64,
     /// The same with double quantization.
     pub nested_four_bit_weights: u64,
+}
+
+/// Sizes of a decoder's Gated DeltaNet layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaShape {
+    /// Number of these layers.
+    pub num_layers: u64,
+    /// Number of value heads.
+    pub num_value_heads: u64,
+    /// Width of queries, keys and values together: the number of the convolution's channels.
+    pub conv_width: u64,
+    /// Width of the values, and of the layer's output.
+    pub value_width: u64,
+    /// Number of values of a sequence's state in one layer.
+    pub state_size: u64,
+}
+
+impl DeltaShape {
+    /// Returns the width of the projection that the layer reads: queries, keys, values, their gate, and the gates
+    /// that write and forget.
+    pub fn width(&self) -> u64 {
+        self.conv_width + self.value_width + 2 * self.num_value_heads
+    }
+}
+
+impl ModelShape {
+    /// Returns the number of layers with attention, and so with keys and values.
+    pub fn num_attention_layers(&self) -> u64 {
+        self.num_hidden_layers - self.num_delta_layers()
+    }
+
+    /// Returns the number of Gated DeltaNet layers.
+    pub fn num_delta_layers(&self) -> u64 {
+        self.delta_net.map_or(0, |net| net.num_layers)
+    }
+
+    /// Returns the width of all query heads, and that of the outputs of the projections to queries, keys and values.
+    pub(super) fn attention_widths(&self) -> (u64, u64) {
+        let (queries, keys) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
+        (queries, queries * if self.has_output_gate { 2 } else { 1 } + 2 * keys)
+    }
 }
 
 /// Properties of a dataset that a plan depends on.

@@ -10,7 +10,7 @@ mod ranks;
 
 pub use ranks::RanksFootprint;
 
-use super::{ComputeDtype, LoraPlan, ModelShape, OptimizerKind, Plan, Reference};
+use super::{ComputeDtype, DeltaShape, LoraPlan, ModelShape, OptimizerKind, Plan, Reference};
 
 /// The device that a run computes on, and its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -128,7 +128,7 @@ pub fn trainable_parameters(plan: &Plan, num_parameters: u64, shape: &ModelShape
     plan.lora.as_ref().map_or(num_parameters, |lora| {
         let of_name = |name: &String| {
             // A target module's name stands for one layer or for all of them.
-            let layers = if name.starts_with("layers.") { 1 } else { shape.num_hidden_layers };
+            let layers = if name.starts_with("layers.") { 1 } else { layers_with(shape, last(name)) };
             let r = lora.rank_pattern.get(name).copied().unwrap_or(lora.r);
             in_plus_out(shape, last(name)) * layers * u64::from(r)
         };
@@ -140,6 +140,21 @@ pub fn trainable_parameters(plan: &Plan, num_parameters: u64, shape: &ModelShape
 const QKV: [&str; 4] = ["q_proj", "k_proj", "v_proj", "qkv_proj"];
 const GATE_UP: [&str; 4] = ["gate_proj", "up_proj", "gate_up_proj", "input_linear"];
 const DOWN: [&str; 2] = ["down_proj", "output_linear"];
+
+/// The projections of a Gated DeltaNet layer that read its input, and that of its output.
+const DELTA_IN: [&str; 4] = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"];
+const DELTA_OUT: &str = "out_proj";
+
+/// Returns the number of layers that have a module.
+fn layers_with(shape: &ModelShape, module: &str) -> u64 {
+    if DELTA_IN.contains(&module) || module == DELTA_OUT {
+        shape.num_delta_layers()
+    } else if QKV.contains(&module) || module == "o_proj" {
+        shape.num_attention_layers()
+    } else {
+        shape.num_hidden_layers
+    }
+}
 
 /// Returns the last part of a module's name.
 fn last(name: &str) -> &str {
@@ -153,8 +168,13 @@ fn largest_rank(lora: &LoraPlan) -> u64 {
 
 fn in_plus_out(shape: &ModelShape, module: &str) -> u64 {
     let (queries, keys) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+    let delta = |width: fn(&DeltaShape) -> u64| shape.hidden_size + shape.delta_net.as_ref().map_or(0, width);
     match module {
+        "q_proj" if shape.has_output_gate => shape.hidden_size + 2 * queries,
         "q_proj" | "o_proj" => shape.hidden_size + queries,
+        "in_proj_qkv" => delta(|net| net.conv_width),
+        "in_proj_z" | DELTA_OUT => delta(|net| net.value_width),
+        "in_proj_b" | "in_proj_a" => delta(|net| net.num_value_heads),
         "k_proj" | "v_proj" => shape.hidden_size + keys,
         "qkv_proj" => shape.hidden_size + queries + 2 * keys,
         "gate_up_proj" | "input_linear" => shape.hidden_size + 2 * shape.intermediate_size,
@@ -187,10 +207,11 @@ pub fn generation_rows(
     let (budget, row) = match place {
         // The length of the prompt alone is unknown, so prompt and completion may each fill an attention window.
         Place::Cpu => {
-            (KV_CACHE_BYTES, kv_bytes(shape, tokens_per_row, tokens_per_row.min(2 * shape.window + KV_UNSEEN)))
+            let keys = kv_bytes(shape, tokens_per_row, tokens_per_row.min(2 * shape.window + KV_UNSEEN));
+            (KV_CACHE_BYTES, keys.saturating_add(state_bytes(shape)))
         }
         Place::Cuda { .. } => {
-            let layers = kv_token_bytes(shape, value_bytes(dtype)) * shape.num_hidden_layers;
+            let layers = kv_token_bytes(shape, value_bytes(dtype)) * shape.num_attention_layers();
             (device::kv_budget(place.usable_bytes(), held_bytes), layers.saturating_mul(tokens_per_row))
         }
     };
@@ -204,13 +225,18 @@ pub fn kv_cache_bytes(shape: &ModelShape, prompts: (u64, u64), completions: (u64
         prompts.0 * prompt.next_multiple_of(KV_BLOCK) + completions.0 * completion.next_multiple_of(KV_BLOCK)
     };
     let windowed = positions(prompts.1.min(shape.window), completions.1.min(shape.window + KV_UNSEEN));
-    kv_bytes(shape, positions(prompts.1, completions.1), windowed)
+    kv_bytes(shape, positions(prompts.1, completions.1), windowed) + (prompts.0 + completions.0) * state_bytes(shape)
+}
+
+/// Returns the size of a sequence's states in all Gated DeltaNet layers, in bytes.
+fn state_bytes(shape: &ModelShape) -> u64 {
+    shape.delta_net.map_or(0, |net| F32 * net.num_layers * net.state_size)
 }
 
 /// Returns the size of keys and values on the CPU, in bytes, for the number of positions in a layer without a window and in
 /// one with a window.
 fn kv_bytes(shape: &ModelShape, full: u64, windowed: u64) -> u64 {
-    let full_layers = shape.num_hidden_layers - shape.num_windowed_layers;
+    let full_layers = shape.num_attention_layers() - shape.num_windowed_layers;
     let positions = full_layers.saturating_mul(full).saturating_add(shape.num_windowed_layers.saturating_mul(windowed));
     kv_token_bytes(shape, F32).saturating_mul(positions)
 }
@@ -234,15 +260,19 @@ const SCALE_BLOCK: u64 = 256;
 
 /// Returns the number of weights of a decoder's linear layers that can be kept in 4 bits: rows must be whole blocks.
 fn packable_weights(shape: &ModelShape) -> u64 {
-    let (queries, keys) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+    let (queries, projected) = shape.attention_widths();
+    let (delta, values) = shape.delta_net.map_or((0, 0), |net| (net.width(), net.value_width));
+    let (hidden, inter) = (shape.hidden_size, shape.intermediate_size);
     let matrices = [
-        (queries + 2 * keys, shape.hidden_size),
-        (shape.hidden_size, queries),
-        (2 * shape.intermediate_size, shape.hidden_size),
-        (shape.hidden_size, shape.intermediate_size),
+        (shape.num_attention_layers(), projected, hidden),
+        (shape.num_attention_layers(), hidden, queries),
+        (shape.num_delta_layers(), delta, hidden),
+        (shape.num_delta_layers(), hidden, values),
+        (shape.num_hidden_layers, 2 * inter, hidden),
+        (shape.num_hidden_layers, hidden, inter),
     ];
-    let fits = matrices.iter().filter(|(_, inputs)| inputs.is_multiple_of(CODE_BLOCK));
-    shape.num_hidden_layers * fits.map(|(outputs, inputs)| outputs * inputs).sum::<u64>()
+    let fits = matrices.iter().filter(|(_, _, inputs)| inputs.is_multiple_of(CODE_BLOCK));
+    fits.map(|(layers, outputs, inputs)| layers * outputs * inputs).sum()
 }
 
 /// Returns the size of the base model's weights on the CPU, in bytes: 4-bit codes with their scales, and all other weights in the
@@ -319,7 +349,7 @@ impl Footprint {
         let kv_cache = kv_cache_bytes(shape, (prompts, prompt), (rows, completion));
         let logits = filtered_bytes(plan, shape, rows);
         let prefill_tokens = (prompts * prompt).min(PREFILL_TOKENS.max(prompt));
-        let prefill = F32 * prefill_tokens * forward_width(shape);
+        let prefill = F32 * prefill_tokens * forward_width(shape) + prompts * layer_state_bytes(shape);
         let [kv_cache, logits, prefill] = of_sampling(plan, [kv_cache, logits, prefill]);
         let rollout = kv_cache + logits.max(prefill);
 
@@ -331,9 +361,9 @@ impl Footprint {
         let targets = (groups * group * completion).max(warm_up_tokens);
         let head = F32 * targets * (4 * shape.hidden_size + HEAD_TABLE * shape.vocab_size.div_ceil(HEAD_CHUNK));
         let inputs = F32 * tokens * (shape.num_hidden_layers + 1) * shape.hidden_size;
-        let layer = F32 * tokens * saved_width(shape);
-        let saved = layer * if plan.training.gradient_checkpointing { 1 } else { shape.num_hidden_layers };
-        let backward = F32 * tokens * backward_width(shape);
+        let saved = F32 * tokens * saved_width(shape, plan.training.gradient_checkpointing);
+        let sequences = (groups * (1 + group)).max(u64::from(plan.warm_up.is_some()));
+        let backward = F32 * tokens * backward_width(shape) + delta_backward_bytes(shape, tokens, sequences);
         let activations = inputs + saved + backward.max(head);
         let training = gradient + activations;
         let kept = activations.min(KEPT_BYTES);
@@ -376,7 +406,7 @@ pub fn rollout_server_bytes(plan: &Plan, num_parameters: u64, shape: &ModelShape
     let prompts = plan.rollout.as_ref().map_or(block, |rollout| block.min(u64::from(rollout.max_concurrency)));
     let rows = prompts.div_ceil(servers) * u64::from(plan.rloo.num_generations.get());
     let tokens = rows * (prompt + u64::from(plan.sampling.max_completion_length));
-    value_bytes(plan.training.dtype) * num_parameters + kv_token_bytes(shape, 2) * shape.num_hidden_layers * tokens
+    value_bytes(plan.training.dtype) * num_parameters + kv_token_bytes(shape, 2) * shape.num_attention_layers() * tokens
 }
 
 /// Returns the number of tokens in a micro-batch of the warm-up: whole rows until it is full, at least one row. Any of the tokens
@@ -392,24 +422,26 @@ fn warm_up_tokens(plan: &Plan, micro_batch_tokens: u64) -> u64 {
 fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     let Some(lora) = &plan.lora else { return 0 };
     let (hidden, inter) = (shape.hidden_size, shape.intermediate_size);
-    let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
+    let (q, projected) = shape.attention_widths();
+    let (delta, values) = shape.delta_net.map_or((0, 0), |net| (net.width(), net.value_width));
     let has = |name: &str| u64::from(lora.target_modules.iter().any(|module| last(module) == name));
     let sum = |names: &[&str]| names.iter().map(|name| has(name)).sum::<u64>();
     let fused = [
-        (sum(&QKV), hidden, q + 2 * kv),
-        (has("o_proj"), q, hidden),
-        (sum(&GATE_UP), hidden, 2 * inter),
-        (sum(&DOWN), inter, hidden),
+        (shape.num_attention_layers(), sum(&QKV), hidden, projected),
+        (shape.num_attention_layers(), has("o_proj"), q, hidden),
+        (shape.num_delta_layers(), sum(&DELTA_IN), hidden, delta),
+        (shape.num_delta_layers(), has(DELTA_OUT), values, hidden),
+        (shape.num_hidden_layers, sum(&GATE_UP), hidden, 2 * inter),
+        (shape.num_hidden_layers, sum(&DOWN), inter, hidden),
     ];
     let rank = |blocks: u64| blocks * largest_rank(lora);
     let panels = |outputs: u64| outputs.next_multiple_of(PANEL);
     // Sizes of A, of B, and of each module's Bᵀ.
-    let of_fused = |(blocks, input, out): &(u64, u64, u64)| {
+    let of_fused = |(layers, blocks, input, out): &(u64, u64, u64, u64)| {
         let transposed = if *blocks > 0 { panels(largest_rank(lora)) * out } else { 0 };
-        panels(rank(*blocks)) * input + panels(*out) * rank(*blocks) + transposed
+        layers * (panels(rank(*blocks)) * input + panels(*out) * rank(*blocks) + transposed)
     };
-    let per_layer: u64 = fused.iter().map(of_fused).sum();
-    F32 * per_layer * shape.num_hidden_layers
+    F32 * fused.iter().map(of_fused).sum::<u64>()
 }
 
 /// Maximum number of rows whose tokens are chosen in parallel.
@@ -432,20 +464,62 @@ fn filtered_bytes(plan: &Plan, shape: &ModelShape, rows: u64) -> u64 {
 /// Returns the total width of the rows that exist at the same time in a layer's vector-Jacobian product, in
 /// addition to the saved ones.
 fn backward_width(shape: &ModelShape) -> u64 {
-    let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-    6 * shape.hidden_size + (q + 2 * kv) + q + 4 * shape.intermediate_size + 2 * kv
+    let (q, projected) = shape.attention_widths();
+    let kv = shape.num_key_value_heads * shape.head_dim;
+    // The gate, its gradient, and the gated output.
+    let gate = if shape.has_output_gate { 4 * q } else { 0 };
+    let attention = projected + q + 2 * kv + gate;
+    let delta = shape.delta_net.map_or(0, |net| net.width() + 2 * net.value_width);
+    6 * shape.hidden_size + 4 * shape.intermediate_size + attention.max(delta)
 }
 
 /// Returns the total width of the rows that exist at the same time in a forward pass without gradient.
 fn forward_width(shape: &ModelShape) -> u64 {
-    let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-    4 * shape.hidden_size + 2 * (q + 2 * kv) + q + 3 * shape.intermediate_size + 2 * kv
+    let (q, projected) = shape.attention_widths();
+    let attention = 2 * projected + q + 2 * shape.num_key_value_heads * shape.head_dim;
+    let delta = shape.delta_net.map_or(0, |net| net.width() + net.value_width);
+    4 * shape.hidden_size + 3 * shape.intermediate_size + attention.max(delta)
 }
 
-/// Returns the total width of the rows that a layer keeps for its backward pass.
-fn saved_width(shape: &ModelShape) -> u64 {
-    let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
-    2 * (q + 2 * kv) + q + shape.hidden_size + 2 * shape.intermediate_size + 2 * shape.num_attention_heads
+/// Returns the total width of the rows that a layer keeps for its backward pass: an attention layer, and a Gated DeltaNet layer.
+fn saved_widths(shape: &ModelShape) -> [u64; 2] {
+    let (q, projected) = shape.attention_widths();
+    let around = shape.hidden_size + 2 * shape.intermediate_size;
+    // The gate is kept once; queries, keys and values are kept before and after their rotation.
+    let twice = if shape.has_output_gate { 2 * projected - q } else { 2 * projected };
+    let attention = twice + q + around + 2 * shape.num_attention_heads;
+    [attention, shape.delta_net.map_or(0, |net| net.width() + net.value_width + around)]
+}
+
+/// Returns the total width of the rows that are kept for the backward pass: those of all layers, or of the widest one if they
+/// are recomputed layer by layer.
+fn saved_width(shape: &ModelShape, gradient_checkpointing: bool) -> u64 {
+    let [attention, delta] = saved_widths(shape);
+    match gradient_checkpointing {
+        true => attention.max(delta),
+        false => attention * shape.num_attention_layers() + delta * shape.num_delta_layers(),
+    }
+}
+
+/// Number of tokens between two states that the backward pass of a Gated DeltaNet layer keeps, and number of states of a sequence
+/// beside them: the last one, its gradient, and the one that is changed.
+const STATE_TOKENS: u64 = 64;
+const STATES_OF_SEQUENCE: u64 = 3;
+
+/// Number of rows whose intermediate values a Gated DeltaNet layer computes together.
+const DELTA_ROWS: u64 = 512;
+
+/// Returns the size of a sequence's state in one Gated DeltaNet layer, in bytes.
+fn layer_state_bytes(shape: &ModelShape) -> u64 {
+    shape.delta_net.map_or(0, |net| F32 * net.state_size)
+}
+
+/// Returns the memory of the states of one layer in its backward pass, in bytes.
+fn delta_backward_bytes(shape: &ModelShape, tokens: u64, sequences: u64) -> u64 {
+    let values = shape.delta_net.map_or(0, |net| 3 * net.conv_width + 2 * net.value_width);
+    // Each sequence may have one more state than its tokens fill.
+    let states = tokens / STATE_TOKENS + (1 + STATES_OF_SEQUENCE) * sequences;
+    layer_state_bytes(shape) * states + F32 * values * tokens.min(DELTA_ROWS)
 }
 
 #[cfg(test)]
@@ -464,6 +538,8 @@ mod tests {
         vocab_size: 32_000,
         num_windowed_layers: 0,
         window: 0,
+        delta_net: None,
+        has_output_gate: false,
     };
 
     #[test]
@@ -510,6 +586,38 @@ mod tests {
         let expected =
             4_000_000_000 + 2 * 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * SHAPE.num_hidden_layers * tokens;
         assert_eq!(rollout_server_bytes(&served, 1_000_000_000, &SHAPE, Some(64)), expected);
+    }
+
+    #[test]
+    fn states_do_not_grow_with_the_sequence() {
+        let net = DeltaShape {
+            num_layers: 18,
+            num_value_heads: 16,
+            conv_width: 6144,
+            value_width: 2048,
+            state_size: 280_576,
+        };
+        let hybrid = ModelShape { delta_net: Some(net), has_output_gate: true, ..SHAPE };
+        let cache = |shape: &ModelShape, tokens: u64| kv_cache_bytes(shape, (1, tokens), (4, tokens));
+        let added = |shape: &ModelShape| cache(shape, 16_384) - cache(shape, 8192);
+        assert_eq!(added(&hybrid), added(&SHAPE) / 4);
+        assert_eq!(cache(&hybrid, 16) - cache(&SHAPE, 16) / 4, 5 * 4 * 18 * 280_576);
+        // The states of one layer under recomputation, one per 64 tokens.
+        let rows = 4 * 512 * (3 * 6144 + 2 * 2048);
+        assert_eq!(delta_backward_bytes(&hybrid, 6400, 0), 100 * 4 * 280_576 + rows);
+        let lora = |plan: &mut Plan, names: &[&str]| {
+            let mut lora = LoraPlan::all_linear(16, 32.0);
+            lora.target_modules = names.iter().map(|name| (*name).to_owned()).collect();
+            plan.lora = Some(lora);
+            trainable_parameters(plan, 0, &hybrid)
+        };
+        let mut plan = crate::spec::example::resolved(serde_json::json!({
+            "model": "m", "dataset": {"records": [{"prompt": "a"}, {"prompt": "b"}]},
+            "rewards": [{"type": "length", "min_words": 1, "max_words": 2}], "training": {"prompts_per_step": 1},
+        }));
+        assert_eq!(lora(&mut plan, &["q_proj"]), 6 * 16 * (1024 + 2 * 1024));
+        assert_eq!(lora(&mut plan, &["in_proj_qkv", "out_proj"]), 18 * 16 * (1024 + 6144 + 1024 + 2048));
+        assert_eq!(lora(&mut plan, &["in_proj_a", "up_proj"]), 16 * (18 * (1024 + 16) + 24 * (1024 + 4096)));
     }
 
     #[test]

@@ -88,6 +88,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         (None, _) => spec.lora.clone().and_then(|lora| modules_of(spec, lora, model, &mut errors)),
     };
     errors.extend(beyond_all_places(model, context).filter(|_| runtime.is_own()));
+    errors.extend(full_with_states(model).filter(|_| lora.is_none() && runtime.is_own()));
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
         (Some(eval), _) if eval.fraction.is_some() => {
@@ -632,6 +633,13 @@ fn beyond_all_places(model: &ModelFacts, context: &Context) -> Option<FieldError
         "this model cannot run on a GPU yet ({keys} in its config.json), and this server has only GPUs: start a server with --devices cpu"
     );
     Some(FieldError::new("/model", "not_on_gpu", detail))
+}
+
+/// Rejects full fine-tuning of a model with Gated DeltaNet layers, whose own weights have no gradient yet.
+fn full_with_states(model: &ModelFacts) -> Option<FieldError> {
+    model.shape.and_then(|shape| shape.delta_net)?;
+    let detail = "this model cannot be trained in full yet (layer_types: linear_attention in its config.json): train a LoRA adapter";
+    Some(FieldError::new("/lora", "unsupported", detail))
 }
 
 fn is_gpu(place: &Place) -> bool {

@@ -32,6 +32,8 @@ pub fn model() -> ModelFacts {
             vocab_size: 32,
             num_windowed_layers: 0,
             window: 0,
+            delta_net: None,
+            has_output_gate: false,
         }),
         modules: vec!["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         beyond_gpu: None,

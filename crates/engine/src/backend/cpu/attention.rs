@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
-use super::{Attention, AttentionBackward, Cpu, Matrix};
+use super::{Attention, AttentionBackward, CachedLayer, Cpu, Matrix};
 use crate::kernels::attention::{self, Backward, Forward, Heads, Query, Segment, Visible, first_seen};
+use crate::kernels::delta::State;
 
 /// Keys and values of sequences, each after a prompt that several sequences may share. A layer with a window drops
 /// positions that no later token attends to.
@@ -13,6 +14,8 @@ pub struct Cache {
     heads: Heads,
     /// The attention window of each layer, in positions.
     windows: Vec<Option<usize>>,
+    /// The layers with keys and values, in order; the others have states.
+    with_keys: Vec<usize>,
     prompts: Vec<Arc<Prompt>>,
     rows: Vec<Row>,
     /// Ranges of sequences whose attention is computed together.
@@ -24,12 +27,15 @@ pub struct Cache {
 pub struct Prompt {
     len: usize,
     layers: Vec<Segment>,
+    /// The states after the prompt's last token, in layers that have one.
+    states: Vec<Option<State>>,
 }
 
 impl Prompt {
-    /// Returns the memory of the keys and values in bytes.
+    /// Returns the memory of keys, values and states in bytes.
     pub(super) fn bytes(&self) -> usize {
-        self.layers.iter().map(Segment::bytes).sum()
+        let states: usize = self.states.iter().flatten().map(State::bytes).sum();
+        self.layers.iter().map(Segment::bytes).sum::<usize>() + states
     }
 }
 
@@ -40,20 +46,52 @@ struct Row {
     /// Number of new tokens for which this sequence's cache has memory.
     room: usize,
     layers: Vec<Segment>,
+    /// The sequence's own states, in layers that have one.
+    states: Vec<Option<State>>,
 }
 
 /// Number of new tokens for which a sequence's cache has memory initially.
 const FIRST_TOKENS: usize = 32;
 
 impl Cache {
-    pub(super) fn new(heads: &Heads, windows: &[Option<usize>]) -> Cache {
-        Cache { heads: *heads, windows: windows.to_vec(), prompts: Vec::new(), rows: Vec::new(), pieces: Vec::new() }
+    pub(super) fn new(heads: &Heads, layers: &[CachedLayer]) -> Cache {
+        let window = |layer: &CachedLayer| match layer {
+            CachedLayer::Keys(window) => *window,
+            CachedLayer::State => None,
+        };
+        let with_keys = (0..layers.len()).filter(|layer| layers[*layer] != CachedLayer::State).collect();
+        let (prompts, rows, pieces) = Default::default();
+        Cache { heads: *heads, windows: layers.iter().map(window).collect(), with_keys, prompts, rows, pieces }
+    }
+
+    /// Whether some layers have states, which are known at the end of a prompt only.
+    fn has_states(&self) -> bool {
+        self.with_keys.len() < self.windows.len()
+    }
+
+    /// The states of all sequences in a layer that has them.
+    pub(super) fn row_states(&mut self, layer: usize) -> impl Iterator<Item = &mut State> {
+        self.rows.iter_mut().filter_map(move |row| row.states[layer].as_mut())
+    }
+
+    /// Takes a prompt's state in a layer out of the cache.
+    pub(super) fn take_state(&mut self, prompt: usize, layer: usize) -> Option<State> {
+        Arc::get_mut(self.prompts.get_mut(prompt)?)?.states[layer].take()
+    }
+
+    /// Sets a prompt's state in a layer.
+    pub(super) fn set_state(&mut self, prompt: usize, layer: usize, state: State) {
+        if let Some(prompt) = self.prompts.get_mut(prompt).and_then(Arc::get_mut) {
+            prompt.states[layer] = Some(state);
+        }
     }
 
     pub(super) fn announce(&mut self, lengths: &[usize]) -> usize {
         let first = self.prompts.len();
         let layers = vec![Segment::default(); self.windows.len()];
-        self.prompts.extend(lengths.iter().map(|len| Arc::new(Prompt { len: *len, layers: layers.clone() })));
+        let states = vec![None; self.windows.len()];
+        let prompt = |len: &usize| Prompt { len: *len, layers: layers.clone(), states: states.clone() };
+        self.prompts.extend(lengths.iter().map(|len| Arc::new(prompt(len))));
         first
     }
 
@@ -63,15 +101,18 @@ impl Cache {
     }
 
     /// Announces a prompt of `length` tokens that begins with `shared` tokens of another one; their keys and values are copied.
+    /// With states, the other prompt must end there.
     pub(super) fn announce_after(&mut self, kept: &Prompt, shared: usize, length: usize) -> Option<usize> {
-        let Cache { heads, windows, prompts, .. } = self;
-        let copied = kept
-            .layers
-            .iter()
-            .zip(windows.iter())
-            .map(|(segment, window)| segment.beginning(heads, first_seen(shared, *window)..shared));
-        let layers = copied.collect::<Option<Vec<Segment>>>()?;
-        prompts.push(Arc::new(Prompt { len: length, layers }));
+        if self.has_states() && shared != kept.len {
+            return None;
+        }
+        let Cache { heads, windows, with_keys, prompts, .. } = self;
+        let mut layers = vec![Segment::default(); windows.len()];
+        for layer in with_keys.iter().copied() {
+            let needed = first_seen(shared, windows[layer])..shared;
+            layers[layer] = kept.layers[layer].beginning(heads, needed)?;
+        }
+        prompts.push(Arc::new(Prompt { len: length, layers, states: kept.states.clone() }));
         Some(prompts.len() - 1)
     }
 
@@ -92,7 +133,8 @@ impl Cache {
     pub(super) fn add_rows(&mut self, prompt: usize, copies: usize, max_new_tokens: usize) {
         for _ in 0..copies {
             let layers = vec![Segment::default(); self.windows.len()];
-            self.rows.push(Row { prompt: self.prompts[prompt].clone(), max_new_tokens, room: 0, layers });
+            let prompt = self.prompts[prompt].clone();
+            self.rows.push(Row { states: prompt.states.clone(), prompt, max_new_tokens, room: 0, layers });
         }
     }
 
@@ -108,15 +150,16 @@ impl Cache {
 
 impl Row {
     /// Reserves memory in all layers before a token is appended to the sequence.
-    fn make_room(&mut self, heads: &Heads, windows: &[Option<usize>]) {
-        let len = self.layers.first().map_or(0, Segment::len);
+    fn make_room(&mut self, heads: &Heads, windows: &[Option<usize>], with_keys: &[usize]) {
+        let len = with_keys.first().map_or(0, |layer| self.layers[*layer].len());
         if len < self.room {
             return;
         }
         // Doubles the capacity, up to the sequence's maximum length.
         let more = len.max(FIRST_TOKENS).min(self.max_new_tokens.saturating_sub(len).max(attention::BLOCK));
         self.room = len + more;
-        for (segment, window) in self.layers.iter_mut().zip(windows) {
+        for layer in with_keys.iter().copied() {
+            let (segment, window) = (&mut self.layers[layer], windows[layer]);
             let most = window.map_or(usize::MAX, |window| window + attention::DROPPED_AT_ONCE);
             segment.reserve(heads, more.min(most - segment.kept().len()));
         }
@@ -153,10 +196,10 @@ fn cut(rows: &[Row], threads: usize, pieces: &mut Vec<Range<usize>>) {
 impl Cpu {
     /// Appends a token to each sequence and computes its attention.
     pub(super) fn attend_rows(&self, cache: &mut Cache, layer: usize, qkv: &Matrix) -> Matrix {
-        let Cache { heads, windows, rows, pieces, .. } = cache;
+        let Cache { heads, windows, with_keys, rows, pieces, .. } = cache;
         let window = windows[layer];
-        if layer == 0 {
-            rows.iter_mut().for_each(|row| row.make_room(heads, windows));
+        if with_keys.first() == Some(&layer) {
+            rows.iter_mut().for_each(|row| row.make_room(heads, windows, with_keys));
             cut(rows, self.threads.count(), pieces);
         }
         let width = heads.q_width();

@@ -7,6 +7,7 @@ use crate::kernels::mlp::{self, Activation, GateUp};
 use crate::kernels::pack::PackedMatrix;
 use crate::kernels::rope::{self, QkNorm, Rope};
 use crate::kernels::{self, norm};
+use crate::ops::slices;
 
 /// Adds a row to a range of values: values[at..] += row.
 pub fn add(values: &mut [f32], at: usize, row: &[f32]) {
@@ -71,6 +72,37 @@ impl Cpu {
         let mut out = self.pool.matrix(x.rows(), columns.len());
         self.each_row(&mut out, |at, row| row.copy_from_slice(&x.row(at)[columns.clone()]));
         out
+    }
+
+    pub(super) fn ranges_of_columns(&self, x: &Matrix, ranges: &[Range<usize>]) -> Matrix {
+        let mut out = self.pool.matrix(x.rows(), ranges.iter().map(Range::len).sum());
+        self.each_row(&mut out, |at, row| {
+            let (mut rest, x) = (row, x.row(at));
+            for range in ranges {
+                let (here, after) = rest.split_at_mut(range.len());
+                here.copy_from_slice(&x[range.clone()]);
+                rest = after;
+            }
+        });
+        out
+    }
+
+    /// Multiplies x elementwise by the sigmoid of a gate.
+    pub(super) fn gate(&self, x: &Matrix, gate: &Matrix) -> Matrix {
+        let mut out = self.pool.matrix(x.rows(), x.width());
+        self.each_row(&mut out, |at, row| slices::sigmoid_gated(x.row(at), gate.row(at), row));
+        out
+    }
+
+    /// Returns dL/dx and dL/dgate of [`Cpu::gate`].
+    pub(super) fn gate_vjp(&self, x: &Matrix, gate: &Matrix, dy: &Matrix) -> (Matrix, Matrix) {
+        let dx = self.gate(dy, gate);
+        let mut d_gate = self.pool.matrix(x.rows(), x.width());
+        self.each_row(&mut d_gate, |at, row| {
+            slices::sigmoid_gate_slope(x.row(at), gate.row(at), row);
+            row.iter_mut().zip(dy.row(at)).for_each(|(d, dy)| *d *= dy);
+        });
+        (dx, d_gate)
     }
 
     pub(super) fn side_by_side(&self, parts: &[&Matrix]) -> Matrix {

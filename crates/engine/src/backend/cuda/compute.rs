@@ -1,5 +1,6 @@
 //! Forward and backward passes: each operation allocates its result on the device and queues the kernel that fills it.
 
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -71,6 +72,8 @@ impl Compute for Cuda {
     type Angles = Angles;
     type Softmax = Tensor;
     type Normalizers = Normalizers;
+    type DeltaNet = Infallible;
+    type DeltaStates = Infallible;
 
     fn adapter_from(&self, parameters: &Flat, shape: &AdapterShape) -> Result<Arc<lora::Adapter>> {
         let AdapterShape { inputs, outputs, blocks } = shape;

@@ -7,7 +7,7 @@ use std::convert::Infallible;
 use std::sync::{Mutex, PoisonError};
 
 use super::{Cuda, Tensor, Weight};
-use crate::backend::{Choice, Chosen, Decode, Head, Pick, Step, Stepped, Tokens};
+use crate::backend::{CachedLayer, Choice, Chosen, Decode, Head, Pick, Step, Stepped, Tokens};
 use crate::error::{EngineError, Result};
 use crate::kernels::cuda::cache;
 use crate::kernels::cuda::driver::{Buffer, Device, Fetch};
@@ -201,8 +201,13 @@ impl Decode for Cuda {
         Ok(out)
     }
 
-    fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Cache {
-        Cache::new(heads, windows, self.compute())
+    fn new_cache(&self, heads: &Heads, layers: &[CachedLayer]) -> Cache {
+        // Models with states are refused before they are loaded.
+        let window = |layer: &CachedLayer| match layer {
+            CachedLayer::Keys(window) => *window,
+            CachedLayer::State => None,
+        };
+        Cache::new(heads, &layers.iter().map(window).collect::<Vec<_>>(), self.compute())
     }
 
     fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {

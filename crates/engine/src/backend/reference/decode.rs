@@ -7,11 +7,11 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::Reference;
-use crate::backend::{Choice, Chosen, Compute, Decode, Head};
+use crate::backend::{CachedLayer, Choice, Chosen, Compute, Decode, Head};
 use crate::error::Result;
 use crate::kernels::attention::{DROPPED_AT_ONCE, first_seen};
-use crate::ops;
 use crate::ops::slices::{self, Cache as Seen, Heads};
+use crate::ops::{self, delta};
 
 /// Keys and values of sequences, each after a prompt that several sequences may share. A layer with a window drops
 /// positions that no later token attends to.
@@ -29,12 +29,15 @@ pub struct Cache {
 struct Prompt {
     len: usize,
     layers: Vec<Vec<f32>>,
+    /// The prompt's states after its last token, in layers that have one.
+    states: Vec<Option<delta::State>>,
 }
 
 #[derive(Debug)]
 struct CacheRow {
     prompt: Arc<Prompt>,
     layers: Vec<Vec<f32>>,
+    states: Vec<Option<delta::State>>,
 }
 
 /// Drops the oldest positions of a sequence once there are many of them, and keeps those within the window.
@@ -58,13 +61,20 @@ impl Decode for Reference {
         true
     }
 
-    fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Cache {
-        Cache { heads: *heads, windows: windows.to_vec(), prompts: Vec::new(), rows: Vec::new() }
+    fn new_cache(&self, heads: &Heads, layers: &[CachedLayer]) -> Cache {
+        let window = |layer: &CachedLayer| match layer {
+            CachedLayer::Keys(window) => *window,
+            CachedLayer::State => None,
+        };
+        let windows = layers.iter().map(window).collect();
+        Cache { heads: *heads, windows, prompts: Vec::new(), rows: Vec::new() }
     }
 
     fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
         let first = cache.prompts.len();
-        let prompt = |len: &usize| Arc::new(Prompt { len: *len, layers: vec![Vec::new(); cache.windows.len()] });
+        let count = cache.windows.len();
+        let prompt =
+            |len: &usize| Arc::new(Prompt { len: *len, layers: vec![Vec::new(); count], states: vec![None; count] });
         cache.prompts.extend(lengths.iter().map(prompt));
         Ok(first)
     }
@@ -86,9 +96,35 @@ impl Decode for Reference {
     fn add_rows(&self, cache: &mut Cache, prompt: usize, copies: usize, _: usize) -> Result<()> {
         for _ in 0..copies {
             let layers = vec![Vec::new(); cache.windows.len()];
-            cache.rows.push(CacheRow { prompt: cache.prompts[prompt].clone(), layers });
+            let prompt = cache.prompts[prompt].clone();
+            cache.rows.push(CacheRow { states: prompt.states.clone(), prompt, layers });
         }
         Ok(())
+    }
+
+    fn fill_states(&self, cache: &mut Cache, first: usize, layer: usize, states: Vec<delta::State>) -> Result<()> {
+        for (prompt, state) in cache.prompts[first..].iter_mut().filter_map(Arc::get_mut).zip(states) {
+            prompt.states[layer] = Some(state);
+        }
+        Ok(())
+    }
+
+    fn delta_net_cached(
+        &self,
+        net: &Arc<delta::Weights>,
+        cache: &mut Cache,
+        layer: usize,
+        x: &Tensor,
+    ) -> Result<Tensor> {
+        let width = net.shape.value_width();
+        let mut out = vec![0f32; cache.rows.len() * width];
+        ops::with_values(x, |x| {
+            let states = cache.rows.iter_mut().filter_map(|row| row.states[layer].as_mut());
+            for ((state, x), out) in states.zip(x.chunks_exact(net.shape.width())).zip(out.chunks_exact_mut(width)) {
+                net.forward(state, x, out);
+            }
+        })?;
+        self.tensor(out, width)
     }
 
     fn close_prompts(&self, cache: &mut Cache) {

@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 
 use super::Decoder;
-use crate::backend::{Choice, Chosen, Decode, Step, Tokens};
+use crate::backend::{CachedLayer, Choice, Chosen, Decode, Step, Tokens};
 use crate::error::{EngineError, Result};
 use crate::model::Adapter;
+use crate::model::batch::{Places, heads};
 use crate::model::decode::{Picks, RowAdapters, Rows};
 use crate::model::kept::KeptPrompts;
-use crate::model::layer::{self, Places};
-use crate::model::linear::Residual;
+use crate::model::mixer::Mixer;
 use crate::model::packing::Packing;
 use crate::model::pass::{Applied, Pass};
 use crate::model::rope::Angles;
@@ -25,11 +25,11 @@ impl<B: Decode> Decoder<B> {
     /// Creates a batch without rows.
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
         self.backend.release_cached();
-        let windows: Vec<Option<usize>> = self.layers.iter().map(|layer| layer.window).collect();
-        let cache = self.backend.new_cache(&layer::heads(&self.config), &windows);
+        let cached: Vec<CachedLayer> = self.layers.iter().map(|layer| layer.mixer.cached_layer()).collect();
+        let cache = self.backend.new_cache(&heads(&self.config), &cached);
         Rows {
             adapters: RowAdapters::Same(adapter),
-            kept: KeptPrompts::default(),
+            kept: KeptPrompts::new(self.config.delta_net.is_some()),
             cache,
             hidden: None,
             picked: None,
@@ -113,9 +113,9 @@ impl<B: Decode> Decoder<B> {
         let mut x = self.embed(&packing.ids)?;
         let first = self.backend.add_prompts(cache, &lengths)?;
         for (index, layer) in self.layers.iter().enumerate() {
-            let (y, qkv) = layer.forward(&self.backend, &x, &batch, Pass::applying(applied))?;
+            let (y, cached) = layer.forward(&self.backend, &x, &batch, Pass::applying(applied))?;
             x = y;
-            self.backend.fill_prompts(cache, first, index, &qkv)?;
+            Mixer::fill(&self.backend, cache, (first, index), cached)?;
         }
         Ok((first, x))
     }
@@ -206,9 +206,7 @@ impl<B: Decode> Decoder<B> {
             let mut x = self.scaled_embeddings(backend.embed_step(&self.embedding, cache, step.tokens)?)?;
             for (index, layer) in self.layers.iter().enumerate() {
                 let places = Places { positions: step.positions, angles: &angles };
-                let qkv = layer.project(backend, &x, places, pass)?;
-                let attended = backend.attend_cached(&layer.heads, cache, index, &qkv)?;
-                x = layer.finish(backend, Residual::Consumed(x), attended, pass)?;
+                x = layer.step(backend, (&mut *cache, index), x, places, pass)?;
             }
             let picked = match step.choice.picks.is_empty() {
                 true => None,

@@ -8,10 +8,9 @@ use super::{Decoder, Lora};
 use crate::backend::Decode;
 use crate::error::{EngineError, Result};
 use crate::kernels::attention::BLOCK;
+use crate::model::batch::Places;
 use crate::model::decode::Rows;
 use crate::model::kept::{Joined, Joining, Kept, MIN_SHARED, common};
-use crate::model::layer::Places;
-use crate::model::linear::Residual;
 use crate::model::packing::Packing;
 use crate::model::pass::{Applied, Pass};
 use crate::model::rope::Angles;
@@ -221,9 +220,7 @@ impl<B: Decode> Decoder<B> {
         let mut x = self.embed(&ids)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let places = Places { positions: &positions, angles: &angles };
-            let qkv = layer.project(backend, &x, places, pass)?;
-            let attended = backend.extend_prompts(&mut rows.cache, &counts, index, &qkv)?;
-            x = layer.finish(backend, Residual::Consumed(x), attended, pass)?;
+            x = layer.extend(backend, &mut rows.cache, (&counts, index), x, (places, pass))?;
         }
         let last = last_rows(counts.iter().map(|(_, count)| *count));
         last.into_iter().map(|row| backend.select_rows(&x, &[row])).collect()

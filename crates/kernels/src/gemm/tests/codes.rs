@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::four_bit::{FourBit, Rounding, Scales};
+use crate::pack::PackDtype;
 
 const NF4: [f32; 16] =
     [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1.0];

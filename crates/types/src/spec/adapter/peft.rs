@@ -145,13 +145,19 @@ impl<'a> PeftConfig<'a> {
         Ok(ModuleRank { r: *r, alpha: self.alphas.of(name).unwrap_or(self.alpha) })
     }
 
-    /// Creates the plan of an adapter with these linear layers, for a model that has linear layers at `paths` in each of `num_layers`
-    /// decoder layers.
+    /// Creates the plan of an adapter with these linear layers, for a model with `num_layers` decoder layers that have linear layers at
+    /// these `paths`, as far as `has(layer, path)` says.
     ///
     /// # Errors
     /// Fails if the config or the model does not match one of the layers, or if there are none. An error about the config begins with
     /// `adapter_config.json: `.
-    pub fn plan(&self, stored: &[StoredModule], paths: &[&str], num_layers: usize) -> Result<LoraPlan, String> {
+    pub fn plan(
+        &self,
+        stored: &[StoredModule],
+        paths: &[&str],
+        num_layers: usize,
+        has: impl Fn(usize, &str) -> bool,
+    ) -> Result<LoraPlan, String> {
         if let Some(layers) = &self.layers
             && layers.indices.iter().any(|layer| *layer as usize >= num_layers)
         {
@@ -162,7 +168,9 @@ impl<'a> PeftConfig<'a> {
         for module in stored {
             let rank = self.rank_of(module)?;
             match paths.iter().position(|path| *path == module.path) {
-                Some(index) if module.layer < num_layers => found.insert((index, module.layer), rank),
+                Some(index) if module.layer < num_layers && has(module.layer, &module.path) => {
+                    found.insert((index, module.layer), rank)
+                }
                 _ => {
                     let names: Vec<&str> = paths.iter().map(|path| name_of(path)).collect();
                     return Err(format!(
@@ -179,7 +187,8 @@ impl<'a> PeftConfig<'a> {
         }
         let plan =
             LoraPlan { use_rslora: self.use_rslora, dropout: self.dropout, ..LoraPlan::all_linear(self.r, self.alpha) };
-        Ok(named(plan, paths, num_layers, &found))
+        let count = |path: &str| (0..num_layers).filter(|layer| has(*layer, path)).count();
+        Ok(named(plan, paths, count, &found))
     }
 }
 
@@ -215,12 +224,12 @@ fn check_kind(config: &Value) -> Result<(), String> {
     }
 }
 
-/// Creates a plan from the ranks found by path and layer. A module's name stands for all layers if they are equal; otherwise there
-/// is one name per layer.
+/// Creates a plan from the ranks found by path and layer; `count` returns the number of layers that have a path. A module's name
+/// stands for all layers if they are equal; otherwise there is one name per layer.
 fn named(
     mut plan: LoraPlan,
     paths: &[&str],
-    num_layers: usize,
+    count: impl Fn(&str) -> usize,
     found: &BTreeMap<(usize, usize), ModuleRank>,
 ) -> LoraPlan {
     plan.target_modules.clear();
@@ -228,7 +237,7 @@ fn named(
         let of_path: Vec<(usize, ModuleRank)> =
             found.range((index, 0)..(index + 1, 0)).map(|((_, layer), rank)| (*layer, *rank)).collect();
         let Some((_, first)) = of_path.first() else { continue };
-        let is_uniform = of_path.len() == num_layers && of_path.iter().all(|(_, rank)| rank == first);
+        let is_uniform = of_path.len() == count(path) && of_path.iter().all(|(_, rank)| rank == first);
         let names: Vec<(String, ModuleRank)> = match is_uniform {
             true => vec![(name_of(path).to_owned(), *first)],
             false => of_path.iter().map(|(layer, rank)| (format!("layers.{layer}.{path}"), *rank)).collect(),

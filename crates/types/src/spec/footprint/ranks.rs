@@ -51,12 +51,11 @@ impl RanksFootprint {
         let per_step = u64::from(plan.training.prompts_per_step) * u64::from(plan.rloo.num_generations.get());
         let of_rank = per_step.div_ceil(devices);
         let rows = of_rank * u64::from(plan.rloo.steps_per_generation);
-        let kv_cache = kv_token_bytes(shape, value) * shape.num_hidden_layers * rows * (prompt + completion);
+        let kv_cache = kv_token_bytes(shape, value) * shape.num_attention_layers() * rows * (prompt + completion);
         let batch = (u64::from(plan.training.micro_batch_tokens) / (prompt + completion)).clamp(1, of_rank.max(1));
         let logits = 2 * F32 * batch * completion * shape.vocab_size;
         let tokens = batch * (prompt + completion);
-        let layer = value * tokens * saved_width(shape);
-        let saved = layer * if plan.training.gradient_checkpointing { 1 } else { shape.num_hidden_layers };
+        let saved = value * tokens * saved_width(shape, plan.training.gradient_checkpointing);
         let activations = value * tokens * shape.num_hidden_layers * shape.hidden_size + saved;
 
         let offloaded = match (plan.runtime.offload, stage) {
@@ -106,6 +105,8 @@ mod tests {
         vocab_size: 128_256,
         num_windowed_layers: 0,
         window: u64::MAX,
+        delta_net: None,
+        has_output_gate: false,
     };
     const WEIGHTS: u64 = 70_000_000_000;
 

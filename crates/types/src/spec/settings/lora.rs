@@ -14,8 +14,9 @@ use crate::spec::schema::enumeration;
 /// The projections that most models have, in the order of the plan.
 pub(in crate::spec) const ALL_LINEAR: [&str; 7] =
     ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-/// The projections that can have an adapter. Some models (Phi-3, Granite 4) store the last four as one.
-const PROJECTIONS: [&str; 11] = [
+/// The projections that can have an adapter. Some models (Phi-3, Granite 4) store several as one; the last five are those of
+/// The Gated DeltaNet layers of Qwen3.5.
+const PROJECTIONS: [&str; 16] = [
     "q_proj",
     "k_proj",
     "v_proj",
@@ -27,6 +28,11 @@ const PROJECTIONS: [&str; 11] = [
     "gate_up_proj",
     "input_linear",
     "output_linear",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
 ];
 
 // TRL's defaults are those of trl.ModelConfig (1.16) and of peft.LoraConfig (0.21).

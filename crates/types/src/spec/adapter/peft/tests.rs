@@ -26,7 +26,7 @@ fn read_in(prefix: &str, more: &Value) -> Result<LoraPlan, String> {
             }
         }
     }
-    config.plan(&stored, &PATHS, NUM_LAYERS)
+    config.plan(&stored, &PATHS, NUM_LAYERS, |_, _| true)
 }
 
 fn read(more: Value) -> Result<LoraPlan, String> {
@@ -97,7 +97,7 @@ fn the_tensors_decide_where_a_regular_expression_is_python_s() {
     let all = read(json!({"target_modules": lookahead, "exclude_modules": "(?=.*tower).*"})).unwrap();
     assert_eq!(all.target_modules.len(), 4);
     let config = config(&json!({"target_modules": lookahead, "rank_pattern": {"(?<!x)q_proj": 2}}));
-    let plan = PeftConfig::read(&config).unwrap().plan(&stored("model", 2), &PATHS, 1).unwrap();
+    let plan = PeftConfig::read(&config).unwrap().plan(&stored("model", 2), &PATHS, 1, |_, _| true).unwrap();
     assert_eq!(plan.of(0, PATHS[0]), Some(ModuleRank { r: 2, alpha: 8.0 }));
     let refused = read(json!({"alpha_pattern": {"(?<!x)q_proj": 2}})).unwrap_err();
     assert!(refused.contains("alpha_pattern") && refused.contains("not a regular expression"), "{refused}");
@@ -154,10 +154,12 @@ fn tensors_that_the_config_does_not_ask_for_are_refused_by_key() {
         (json!({}), 8, "4 by r and rank_pattern, 8 in the file's tensors"),
     ] {
         let config = config(&more);
-        let refused = PeftConfig::read(&config).unwrap().plan(&stored("model", r), &PATHS, NUM_LAYERS).unwrap_err();
+        let refused =
+            PeftConfig::read(&config).unwrap().plan(&stored("model", r), &PATHS, NUM_LAYERS, |_, _| true).unwrap_err();
         assert!(refused.contains(words), "{more}: {refused}");
     }
     let config = config(&json!({}));
-    let refused = PeftConfig::read(&config).unwrap().plan(&stored("model", 4), &["mlp.up_proj"], 1).unwrap_err();
+    let refused =
+        PeftConfig::read(&config).unwrap().plan(&stored("model", 4), &["mlp.up_proj"], 1, |_, _| true).unwrap_err();
     assert!(refused.contains("no linear layer of this model: it has up_proj"), "{refused}");
 }
