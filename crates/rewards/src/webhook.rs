@@ -45,7 +45,8 @@ pub(crate) mod wait;
 mod wire;
 
 pub use delivery::{Ping, PingReply};
-pub use episodes::{EnvironmentClient, MAX_ANSWER_BYTES};
+pub use environment_wire::MAX_ANSWER_BYTES;
+pub use episodes::EnvironmentClient;
 pub use record::{Exchange, Received, Sent};
 pub use request::sample_json;
 

@@ -11,8 +11,7 @@ use reqwest::{StatusCode, Url};
 use serde_json::{Value, json};
 
 use super::answer::{self, name};
-use super::environment_wire::{self, AnswerKind, Problem};
-use super::episodes::MAX_ANSWER_BYTES;
+use super::environment_wire::{self, AnswerKind, MAX_ANSWER_BYTES, Problem};
 use super::request::Request;
 use super::wait::jitter;
 use super::{Counts, RewardFailure, ScoringRun, Webhook};

@@ -10,6 +10,9 @@ use crate::environment::{Ask, EpisodeStop, Reply, Reset, ResetAnswer, Step, Step
 use crate::event::SamplePhase;
 use crate::id::JobId;
 
+/// Maximum size of an environment's answer, in bytes.
+pub const MAX_ANSWER_BYTES: usize = 1 << 20;
+
 /// The version of the contract.
 pub const VERSION: &str = "1";
 

@@ -15,8 +15,8 @@ use serde_json::json;
 use super::asynchronous::{LateAnswer, LateForm, MAX_SILENT_DEADLINES, SendOutcome};
 use super::dialect::Contract;
 use super::environment_wire::{
-    AnswerKind, Problem, RequestEnvironment, RequestEpisode, RequestHeader, RequestJob, RequestReply, VERSION,
-    ping_body, read, request_body,
+    AnswerKind, MAX_ANSWER_BYTES, Problem, RequestEnvironment, RequestEpisode, RequestHeader, RequestJob, RequestReply,
+    VERSION, ping_body, read, request_body,
 };
 use super::request::Request;
 use super::wait::jitter;
@@ -34,9 +34,6 @@ use crate::secret_filter::Preserved;
 use crate::spec::{EnvironmentPlan, RewardSecrets, ServicePlan, WebhookPlan};
 use crate::status::Status;
 use crate::{BuildError, RewardFailure};
-
-/// Maximum size of an environment's answer, in bytes.
-pub const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 /// Asks the environment of one job.
 pub struct EnvironmentClient {
