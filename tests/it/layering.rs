@@ -74,6 +74,8 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("http/environments.rs", "reward"),
     // The document shows the very types that the client of environments sends and reads.
     ("http/contract.rs", "reward"),
+    // A callback of an environment is read by the rules for its answers.
+    ("http/callbacks.rs", "reward"),
     // The benchmark of served models starts a server and asks it.
     ("commands/bench/serving.rs", "serve"),
     // The hub client is built like that of rewards.
