@@ -58,7 +58,7 @@ use scoring::ScoringRun;
 
 /// A client for one reward service over HTTP.
 pub struct Webhook {
-    /// What the service is in messages: `reward` or `environment`.
+    /// The word for the service in messages: `reward` or `environment`.
     noun: &'static str,
     name: String,
     plan: ServicePlan,

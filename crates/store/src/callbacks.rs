@@ -212,7 +212,7 @@ fn entry(row: &sqlx::sqlite::SqliteRow) -> Result<Option<Entry>, StoreError> {
 }
 
 /// Registers a request that is about to be sent and whose answer may come later. If it is registered already, and was neither
-/// accepted nor answered, its deadline is counted anew.
+/// accepted nor answered, its deadline counts from now.
 pub(super) async fn callback_insert(
     tx: &mut SqliteConnection,
     journal_id: Option<i64>,

@@ -22,7 +22,7 @@ const BODY: &str =
 /// Interval between two checks for the callback.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What came by callback.
+/// The answers that came by callback.
 struct Inbox {
     id: String,
     kind: AnswerKind,

@@ -198,8 +198,8 @@ impl<B: Compute> SelfAttention<B> {
         backend.concat_columns(&[&dq, &dk, &backend.columns(&d_qkv, v)?])
     }
 
-    /// Computes queries, keys and values with qk-norm and rotary embedding, and the gate, from the layer's projection. Keeps
-    /// what the backward pass of qk-norm reads if `keep` is set.
+    /// Computes queries, keys and values with qk-norm and rotary embedding, and the gate, from the layer's projection. With
+    /// `keep`, the values that the backward pass of qk-norm reads are kept.
     pub fn project(
         &self,
         backend: &B,

@@ -137,7 +137,7 @@ async fn run(mut stream: WebSocketStream<Upgraded>, mut questions: mpsc::Receive
                         let first = questions.recv().await.map(|(_, answer)| answer);
                         return answer_with(first, Ok(text.to_string()));
                     }
-                    // A text that nobody has asked for is a protocol error of the server: later answers would be shifted.
+                    // A text without a question breaks the protocol: every later answer would go to the wrong question.
                     None => return,
                 },
                 Some(Ok(Message::Ping(_) | Message::Pong(_) | Message::Frame(_))) => {}

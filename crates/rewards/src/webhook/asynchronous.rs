@@ -2,6 +2,8 @@
 //! address, or publishes them at its status address. Both are watched, and the first result of each part of the answer is used.
 //! The parts of a reward service's answer are its samples: results that arrive by the deadline are kept, and missing ones are
 //! requested again. The answer of an environment has one part.
+//!
+//! Longer than 500 lines: polls, callbacks, repeats and deadlines change the state of one wait.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -161,7 +163,7 @@ impl Webhook {
     }
 }
 
-/// What an answer that comes late consists of.
+/// The form of a late answer: samples of a reward, or the answer of an environment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LateForm {
     /// The results of a reward service, one for each sample.

@@ -235,7 +235,7 @@ impl EnvironmentClient {
         Ok((self.settled(answer, question), latency_ms))
     }
 
-    /// Records a question before it is sent. If it was recorded before, the time that the server has for a late answer begins anew.
+    /// Records a question before it is sent. If it was recorded before, the server has the whole time for a late answer again.
     async fn record_question(&self, question: &Question) -> Result<(), RewardFailure> {
         let Question { rollout, key, request, kind, .. } = question;
         let later =
@@ -403,7 +403,7 @@ const LOST: &str = "episode_lost";
 /// The code under which a question is recorded whose answer did not come in time.
 const LATE: &str = "deadline";
 
-/// Returns the time in so many milliseconds, at most in one year, which prevents an overflow of the clock.
+/// Returns the time `left_ms` milliseconds from now. More than a year counts as a year, so that the clock does not overflow.
 fn deadline_in(left_ms: u64) -> Instant {
     Instant::now() + Duration::from_millis(left_ms).min(Duration::from_secs(365 * 86_400))
 }

@@ -174,7 +174,7 @@ async fn a_slow_turn_is_accepted_and_answered_at_its_status_address_and_taken_on
     assert_eq!(post(&server, "Guess", &slow).await, answer, "the repeated request has the same bytes");
     assert_eq!(post(&server, "Guess", &slow).await, answer);
     assert_eq!(good(&server, "Guess", &step("ep_s", 1, "2")).await["messages"][0]["content"], "guess 2");
-    // A failure is not an answer: the request is to be sent again, gets the error, and is then tried anew.
+    // A failure is no answer: the client sends the request again and gets the error, and the server then tries the turn again.
     assert_eq!(code(&polled(&server, &refused).await), is(404, "exception"));
     assert_eq!(code(&post(&server, "Guess", &failing).await), is(500, "exception"));
     assert_eq!(good(&server, "Guess", &step("ep_f", 0, "1")).await["messages"][0]["content"], "guess 1");
