@@ -169,10 +169,11 @@ def published(name):
 
 def of_text(weights):
     """The text part of a multimodal checkpoint, by the names of a text model alone."""
-    if not any(name.startswith("language_model.") for name in weights):
-        return weights
-    prefix = "language_model."
-    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+    # Both spellings are published: with the text model's `model.` behind `language_model.`, or before it.
+    for prefix, replacement in [("language_model.", ""), ("model.language_model.", "model.")]:
+        if any(name.startswith(prefix) for name in weights):
+            return {replacement + name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+    return weights
 
 
 def as_v4(config, case):

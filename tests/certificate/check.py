@@ -26,9 +26,9 @@ import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CASES = ROOT / "tests/fixtures/parity"
-MODELS = {"tiny": ROOT / "assets/tiny", "llama": CASES / "llama"}
+MODELS = {"tiny": ROOT / "assets/tiny", "hybrid": ROOT / "tests/fixtures/hybrid", "llama": CASES / "llama"}
 STEPS = [1, 20, 200]
-# The bundled model knows sums, and its answers to them differ. The other model's answers to anything do.
+# The bundled model and the hybrid know sums, and their answers to them differ. The other model's answers to anything do.
 SUMS = [json.loads(line) for line in (ROOT / "assets/tiny-data/train.jsonl").read_text().splitlines()[:64]]
 WORDS = [{"prompt": f"Say the number {n} in a few words.", "answer": "a lazy dog sleeps"} for n in range(16)]
 # The answers that may be given for each way to serve. Where q and k are a small part of the update, an adapter in which only they are wrong
@@ -86,7 +86,7 @@ class Rlood:
         """A job of so many steps with the default rate and adapter; its adapter's files are in `into`. Returns the checkpoint's id."""
         job = self.call("/jobs", {
             "model": model,
-            "dataset": {"records": SUMS if model == "tiny" else WORDS},
+            "dataset": {"records": WORDS if model == "llama" else SUMS},
             "rewards": [{"type": "text_similarity", "evaluation_metric": "fuzzy_match", "reference": "{{ item.answer }}"}],
             "rloo": {"num_generations": 8}, "sampling": {"max_completion_length": 16}, "lora": {"use_rslora": use_rslora},
             "training": {"prompts_per_step": 4, "max_steps": steps, "seed": 7},
@@ -311,7 +311,7 @@ def check_peft(rlood, model, use_rslora, adapters, rows, wrong):
 
     folder = MODELS[model]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    other = transformers.AutoTokenizer.from_pretrained(MODELS["llama" if model == "tiny" else "tiny"])
+    other = transformers.AutoTokenizer.from_pretrained(MODELS["tiny" if model == "llama" else "llama"])
     for name, expected in RIGHT.items():
         if (name == "rsLoRA ignored") != use_rslora and name == "rsLoRA ignored" or ("permuted" in name and model != "llama"):
             continue
@@ -367,7 +367,8 @@ def check_files(rlood, model, adapters, checkpoints, folder, wrong):
 
 def table(rows, effects):
     head = "# What `rlood verify` answers\n\nMade by `tests/certificate/check.py` (`.ci/full certificate`): adapters of 1, 20 and 200 steps at the default rate, "
-    head += "served right and with each fault. In brackets: the estimated scale. *tiny* is the bundled model, *llama* a model with random weights.\n\n"
+    head += "served right and with each fault. In brackets: the estimated scale. *tiny* is the bundled model, *hybrid* a Qwen3.5 that knows the same task, "
+    head += "*llama* a model with random weights.\n\n"
     head += "| model | served by | as | 1 step | 20 steps | 200 steps |\n|---|---|---|---|---|---|\n"
     body = "".join("| " + " | ".join(row) + " |\n" for row in rows)
     sizes = "\nEffect of the adapters, in nats (root mean square over the certificate's tokens):\n\n| model | 1 step | 20 steps | 200 steps |\n|---|---|---|---|\n"
@@ -389,7 +390,7 @@ def main():
         try:
             for model, folder in MODELS.items():
                 rlood.call("/models", {"id": model, "source": str(folder)})
-                for use_rslora in (False, True):
+                for use_rslora in (False,) if model == "hybrid" else (False, True):
                     adapters = {steps: work / f"{model}-{use_rslora}-{steps}" for steps in STEPS}
                     checkpoints = {steps: rlood.train(model, steps, use_rslora, into) for steps, into in adapters.items()}
                     name = f"{model}{', rsLoRA' if use_rslora else ''}"

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use rlood_client::Which;
 use serde_json::{Value, json};
 
-use super::processes::{Server, binary, model_copy, register, signal, spec};
+use super::processes::{Server, binary, copy_of, model_copy, register, signal, spec};
 use super::service::{Service, ok};
 
 /// Steps of a run; every second one has a checkpoint.
@@ -123,12 +123,25 @@ pub fn check_requests(what: &str, service: &Service) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn killed_workers_and_servers_at_any_moment_change_nothing() {
+    harass("parity/qwen3", &json!(["q_proj", "v_proj"]), 1.0).await;
+}
+
+/// Three of its four layers keep a state and the end of a convolution in place of keys and values.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn killed_workers_and_servers_change_nothing_for_a_hybrid() {
+    harass("hybrid", &json!("all-linear"), 0.25).await;
+}
+
+/// Runs one job on the model of this fixture again and again, and kills the worker or the server each time at another moment. `share` is
+/// the share of the kills, or of the minutes, that the test has.
+async fn harass(fixture: &str, target_modules: &Value, share: f64) {
     let dir = tempfile::tempdir().unwrap();
     let data = dir.path().join("data");
     let service = judge().await;
-    let spec = judged(&service.url());
+    let mut spec = judged(&service.url());
+    spec["lora"]["target_modules"] = target_modules.clone();
     let mut server = Server::start(&data, "cpu");
-    register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
+    register(&server, "tiny", &copy_of(fixture, &dir.path().join("model"))).await;
     // The first run also warms up; the second one is measured.
     let job = server.submit(&spec).await;
     server.job_in_state(&job, "succeeded").await;
@@ -142,8 +155,8 @@ async fn killed_workers_and_servers_at_any_moment_change_nothing() {
     let minutes = std::env::var("RLOOD_KILL_MINUTES").ok().map(|text| text.parse::<f64>().expect("minutes"));
     let begun = Instant::now();
     let goes_on = |runs: u32| match minutes {
-        Some(minutes) => begun.elapsed().as_secs_f64() < minutes * 60.0,
-        None => runs < 2 * KILLS,
+        Some(minutes) => begun.elapsed().as_secs_f64() < minutes * 60.0 * share,
+        None => f64::from(runs) < f64::from(2 * KILLS) * share,
     };
     let (mut kills, mut runs, mut attempts) = ([0, 0], 0, 0);
     let mut random = Moments::new();
@@ -169,7 +182,7 @@ async fn killed_workers_and_servers_at_any_moment_change_nothing() {
         runs += 1;
     }
     println!(
-        "{runs} runs, {} kills of the worker, {} of the server, {attempts} attempts, {:.0} s; an undisturbed run takes {whole:?}",
+        "{fixture}: {runs} runs, {} kills of the worker, {} of the server, {attempts} attempts, {:.0} s; an undisturbed run takes {whole:?}",
         kills[0],
         kills[1],
         begun.elapsed().as_secs_f64()

@@ -187,9 +187,14 @@ pub fn is_alive(pid: u32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
 }
 
-/// Copies a small model with random weights, so that a test can modify it.
+/// Copies a small model, and returns where the copy is.
 pub fn model_copy(to: &Path) -> PathBuf {
-    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity/qwen3");
+    copy_of("parity/qwen3", to)
+}
+
+/// Copies the model in this folder of `tests/fixtures`, and returns where the copy is.
+pub fn copy_of(fixture: &str, to: &Path) -> PathBuf {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(fixture);
     std::fs::create_dir_all(to).unwrap();
     for name in
         ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]

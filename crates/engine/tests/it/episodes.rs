@@ -24,10 +24,14 @@ const TEMPLATE: &str = "{%- if tools %}<|im_start|>system\n{% for tool in tools 
 {%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}\
 {%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// A copy of a tiny model that ends turns often: a third of its tokens are end-of-sequence tokens.
 fn model() -> (tempfile::TempDir, PathBuf) {
+    model_of("qwen3")
+}
+
+/// A copy of this case's tiny model that ends turns often: a third of its tokens are end-of-sequence tokens.
+fn model_of(case: &str) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
-    for file in std::fs::read_dir(rlood_test_support::fixture("parity/qwen3")).unwrap() {
+    for file in std::fs::read_dir(rlood_test_support::fixture("parity").join(case)).unwrap() {
         let file = file.unwrap();
         if file.path().is_file() {
             std::fs::copy(file.path(), dir.path().join(file.file_name())).unwrap();
@@ -254,15 +258,17 @@ fn echo(episode: &EpisodeId, ask: &Ask) -> Reply {
 
 #[test]
 fn the_first_log_ratio_is_0_over_all_turns_and_only_the_models_tokens_count() {
-    let (_dir, model) = model();
     let mut adapters = Vec::new();
-    for (loss, uses, estimator) in [
-        (Loss::Sequence, 1, Estimator::Rloo),
-        (Loss::TokenMean, 1, Estimator::Rloo),
-        (Loss::Sequence, 2, Estimator::Rloo),
-        (Loss::TokenMean, 1, Estimator::RlooTurns),
-        (Loss::TokenMean, 2, Estimator::RlooTurns),
+    for (case, loss, uses, estimator) in [
+        ("qwen3", Loss::Sequence, 1, Estimator::Rloo),
+        ("qwen3", Loss::TokenMean, 1, Estimator::Rloo),
+        ("qwen3", Loss::Sequence, 2, Estimator::Rloo),
+        ("qwen3", Loss::TokenMean, 1, Estimator::RlooTurns),
+        ("qwen3", Loss::TokenMean, 2, Estimator::RlooTurns),
+        // Its layers keep a state in place of keys and values.
+        ("qwen3_5", Loss::Sequence, 2, Estimator::Rloo),
     ] {
+        let (_dir, model) = model_of(case);
         let mut plan = plan_of(environment());
         (plan.rloo.loss, plan.rloo.estimator) = (loss, estimator);
         plan.rloo.num_iterations = uses;
@@ -339,19 +345,26 @@ fn no_more_episodes_are_open_than_the_server_allows() {
 
 #[test]
 fn an_interruption_at_any_question_ends_with_the_same_bytes_and_no_turn_is_taken_twice() {
-    let (_dir, model) = model();
+    for (case, step) in [("qwen3", 7), ("qwen3_5", 15)] {
+        let (_dir, model) = model_of(case);
+        interrupt(&model, step);
+    }
+}
+
+/// Interrupts a run at every question whose number is a multiple of this.
+fn interrupt(model: &Path, step: usize) {
     let plan = plan_of(environment());
     let mut calm = Playing::new(echo);
-    calm.run(&model, &plan);
+    calm.run(model, &plan);
     let questions = calm.asked;
     assert!(questions > 20);
     for is_recorded in [false, true] {
-        for at in (0..questions).step_by(7) {
+        for at in (0..questions).step_by(step) {
             let mut first = Playing::new(echo);
             first.dies_at = Some((at, is_recorded));
-            assert_eq!(first.run(&model, &plan), Some(StopReason::LeaseLost));
+            assert_eq!(first.run(model, &plan), Some(StopReason::LeaseLost));
             let mut second = first.again();
-            assert_eq!(second.run(&model, &plan), None);
+            assert_eq!(second.run(model, &plan), None);
             assert_eq!(second.adapter(), calm.adapter(), "interrupted at question {at}");
             // The one whose answer was not recorded is asked again, which the contract makes harmless.
             let twice = usize::from(!is_recorded);

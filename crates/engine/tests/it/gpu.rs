@@ -137,7 +137,7 @@ fn a_full_memory_halves_the_micro_batch_once_and_then_ends_the_run() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    make(SMALL, dir.path());
+    make(SMALL, Kind::Lora, dir.path());
     let free = CASE.run(dir.path());
     assert_eq!((&free["warnings"], &free["error"]), (&json!([]), &Value::Null));
     let peak = free["peak"].as_u64().unwrap();
@@ -172,7 +172,7 @@ fn the_estimate_is_near_the_peak_of_the_device() {
         (DEEP, Case { dtype: bf16, completion: 40, ..CASE }),
     ] {
         let dir = tempfile::tempdir().unwrap();
-        make(size, dir.path());
+        make(size, case.kind, dir.path());
         let card = rlood_model_files::read(dir.path()).unwrap();
         let tokens = u64::from(case.micro_batch_tokens);
         let (plan, shape) = (case.plan(), card.shape());
