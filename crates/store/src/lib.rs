@@ -12,6 +12,7 @@ pub mod api_keys;
 pub mod artifacts;
 pub mod attempts;
 pub mod audit;
+pub mod background;
 pub mod callbacks;
 pub mod claims;
 pub mod dataset_downloads;
