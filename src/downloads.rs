@@ -17,6 +17,7 @@ use tokio::task::JoinHandle;
 use crate::error_text::with_causes;
 use crate::hub::{Hub, HubError, Progress, clean_parts};
 use crate::id::DatasetId;
+use crate::store::background::{spawn, spawn_blocking};
 use crate::store::{HubOrigin, ModelRow, Store, StoreError};
 use models::ModelTarget;
 
@@ -200,7 +201,7 @@ impl Downloads {
         }
         let progress = Arc::<Progress>::default();
         let download = Download { downloads: self.clone(), key: key.clone(), target, progress: progress.clone() };
-        let task = tokio::spawn(download.run());
+        let task = spawn(download.run());
         running.insert(key, Running { commit, total, progress, polls: VecDeque::new(), task });
     }
 
@@ -247,7 +248,7 @@ impl Downloads {
             of_datasets += row.bytes_total.saturating_sub(done);
         }
         let source = PathBuf::from(source);
-        let summed = tokio::task::spawn_blocking(move || {
+        let summed = spawn_blocking(move || {
             let mut pending =
                 Pending { stored: bytes_below(&source), missing_on_disk: of_datasets, ..Pending::default() };
             for (folder, (done, total)) in downloads {
@@ -275,7 +276,7 @@ impl Downloads {
         if used.map_err(std::io::Error::other)? {
             return Ok(());
         }
-        let removed = tokio::task::spawn_blocking(move || remove_folder(&folder));
+        let removed = spawn_blocking(move || remove_folder(&folder));
         removed.await.map_err(std::io::Error::other)?
     }
 
@@ -288,7 +289,7 @@ impl Downloads {
                 return tracing::warn!(error = with_causes(&error), "could not remove files of old downloads");
             }
         };
-        let cleaned = tokio::task::spawn_blocking(move || {
+        let cleaned = spawn_blocking(move || {
             let Some(before) = SystemTime::now().checked_sub(KEEP_PARTS_FOR) else { return Ok(0) };
             clean_folders(&outlines, &kept, before)?;
             clean_folders(&sources, &kept, before)?;

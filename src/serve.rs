@@ -31,6 +31,7 @@ use crate::http::{self, AppState};
 use crate::listen;
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
 use crate::reward::client::{Pace, RewardClient};
+use crate::store::background::{spawn, spawn_blocking};
 use crate::store::leases::LeaseWatch;
 use crate::store::recovery::{RecoveryError, recover};
 use crate::store::{Store, StoreError, clock_ms};
@@ -284,18 +285,17 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let connections = state.connections.clone();
     let router = http::router(state);
     let stop = listen::Stop { begin: stop_http.clone(), cut: abort_http.clone() };
-    let http = tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop));
+    let http = spawn(listen::serve(listener, router, config.edge.clone(), connections, stop));
 
     let (lost, worker_exits) = mpsc::unbounded_channel();
-    let worker_exits =
-        AbortOnDropHandle::new(tokio::spawn(requeue_jobs_of_exited_workers(store.clone(), worker_exits)));
+    let worker_exits = AbortOnDropHandle::new(spawn(requeue_jobs_of_exited_workers(store.clone(), worker_exits)));
     let lease_timer = run_lease_timer(store.clone(), files.clone(), downloads, lease_ms(&config), disk);
-    let lease_timer = AbortOnDropHandle::new(tokio::spawn(lease_timer));
-    let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
+    let lease_timer = AbortOnDropHandle::new(spawn(lease_timer));
+    let outages = AbortOnDropHandle::new(spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);
-    let webhook_sender = AbortOnDropHandle::new(tokio::spawn(webhook_sender.run()));
+    let webhook_sender = AbortOnDropHandle::new(spawn(webhook_sender.run()));
     let retention_task = retention::run_retention(store.clone(), files, config.retention);
-    let retention_task = AbortOnDropHandle::new(tokio::spawn(retention_task));
+    let retention_task = AbortOnDropHandle::new(spawn(retention_task));
     Ok(Running {
         addr,
         grace: Duration::from_secs(config.grace_s),
@@ -322,7 +322,7 @@ async fn resume_downloads(state: &AppState) {
     if let Err(problem) = http::dataset_downloads::resume(state).await {
         tracing::warn!(?problem, "unfinished downloads of datasets could not be resumed");
     }
-    tokio::spawn(http::waiting_jobs::run(state.clone()));
+    spawn(http::waiting_jobs::run(state.clone()));
 }
 
 /// Starts the tasks that run queued verdicts, exports and pushes.
@@ -331,9 +331,9 @@ fn start_tasks(state: &AppState, children: &Children, stop: &CancellationToken) 
     let exports = http::exports::run(state.clone(), Exports::new(children, stop.clone()));
     let pushes = http::pushes::run(state.clone());
     [
-        AbortOnDropHandle::new(tokio::spawn(verdicts)),
-        AbortOnDropHandle::new(tokio::spawn(exports)),
-        AbortOnDropHandle::new(tokio::spawn(pushes)),
+        AbortOnDropHandle::new(spawn(verdicts)),
+        AbortOnDropHandle::new(spawn(exports)),
+        AbortOnDropHandle::new(spawn(pushes)),
     ]
 }
 
@@ -380,7 +380,7 @@ async fn remove_expired(store: &Store, files: &DataDir, now: i64) {
     };
     for row in expired {
         let (of_export, id) = (files.clone(), row.id.clone());
-        let removed = tokio::task::spawn_blocking(move || of_export.export_remove(&id)).await;
+        let removed = spawn_blocking(move || of_export.export_remove(&id)).await;
         let gone = match removed {
             Ok(Ok(())) => store.task_delete(row.kind, &row.id).await.map_err(|error| with_causes(&error)),
             Ok(Err(error)) => Err(error.to_string()),

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::{Advance, Describe, Downloads, Incomplete, Target};
 use crate::hub::{Hub, HubError, Progress, Repo, RepoKind, RepoPlan};
+use crate::store::background::spawn_blocking;
 use crate::store::{HubOrigin, StoreError, clock_ms};
 
 pub(super) struct ModelTarget {
@@ -40,7 +41,7 @@ impl Target for ModelTarget {
     async fn complete(&self) -> Result<(), Incomplete> {
         let (describe, source) = (self.describe, self.source.clone());
         let unreadable = |error| format!("the downloaded files of the model could not be read: {error}");
-        let described = tokio::task::spawn_blocking(move || describe(&source)).await;
+        let described = spawn_blocking(move || describe(&source)).await;
         let (card, sha256) =
             described.map_err(unreadable).and_then(|described| described).map_err(Incomplete::Unusable)?;
         if sha256 != self.sha256 {

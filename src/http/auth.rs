@@ -32,6 +32,7 @@ use crate::hub::Token;
 use crate::id::KeyId;
 use crate::listen::Connection;
 use crate::scopes::{self, Access, Scope, Scopes};
+use crate::store::background::spawn;
 use crate::store::{KeyRow, ModelRow, NewAudit, StoreError, clock_ms};
 
 use models::find;
@@ -237,7 +238,7 @@ pub(super) async fn of_key_text(state: &AppState, text: &str) -> Result<Option<C
     let Some(key) = state.store.api_key_find(text, now).await? else { return Ok(None) };
     if key.used_at.is_none_or(|used_at| now - used_at >= LAST_USE_INTERVAL_MS) {
         let (store, id) = (state.store.clone(), key.id);
-        tokio::spawn(async move {
+        spawn(async move {
             if let Err(error) = store.api_key_used(id, now).await {
                 tracing::warn!(
                     error = super::error::chain(&error),

@@ -18,6 +18,7 @@ use super::metrics::kept_rows;
 use crate::event::{Metrics, SamplePhase};
 use crate::id::{CheckpointId, JobId};
 use crate::job::State as JobState;
+use crate::store::background::spawn_blocking;
 use crate::store::{CheckpointRow, JobRow, StepRow, StoreError};
 
 /// Maximum number of jobs in one comparison.
@@ -181,7 +182,7 @@ async fn compare_jobs(
             unknown_keys,
         }
     };
-    tokio::task::spawn_blocking(work).await.map(Json).map_err(Problem::internal)
+    spawn_blocking(work).await.map(Json).map_err(Problem::internal)
 }
 
 fn ids(text: &str) -> Result<Vec<JobId>, Problem> {

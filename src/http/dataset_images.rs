@@ -19,6 +19,7 @@ use super::extract::{Path, Query};
 use crate::dataset::ImageFormat;
 use crate::digest::Sha256Digest;
 use crate::id::{DatasetId, JobId};
+use crate::store::background::spawn_blocking;
 use crate::store::clock_ms;
 
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -98,7 +99,7 @@ pub(super) async fn send_image(
     let path = state.files.dataset_image(dataset, digest);
     let read = {
         let path = path.clone();
-        tokio::task::spawn_blocking(move || {
+        spawn_blocking(move || {
             let mut start = Vec::new();
             let file = std::fs::File::open(&path)?;
             let size_bytes = file.metadata()?.len();

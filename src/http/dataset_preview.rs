@@ -19,6 +19,7 @@ use super::uploads::{CreateQuery, Purpose, Sent, SentRows, receive};
 use crate::data::Preview;
 use crate::modelcard::text::{Prompt, Text};
 use crate::store::ModelRow;
+use crate::store::background::spawn_blocking;
 
 /// Default and maximum number of rows to show.
 const ROWS: u32 = 5;
@@ -165,7 +166,7 @@ async fn preview_dataset(
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
     let preview = preview_files(&state, *files, recipe, chat_default, wanted as usize).await?;
     let folder = model.map(|row| state.downloads.readable(&row));
-    let shown = tokio::task::spawn_blocking(move || {
+    let shown = spawn_blocking(move || {
         let text = folder.map(|folder| Text::load(&folder)).transpose();
         text.map(|text| view(preview, text.as_ref(), origin)).map_err(|error| error.to_string())
     });

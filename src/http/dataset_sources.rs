@@ -28,6 +28,7 @@ use crate::hub::{
 };
 use crate::spec::HubDataset;
 use crate::storage::StorageKind;
+use crate::store::background::spawn_blocking;
 
 /// Capacity of the channel from the conversion thread to the task that writes the file, in chunks.
 const PIECES: usize = 4;
@@ -91,7 +92,7 @@ pub(super) async fn convert_files(
     let (sender, mut pieces) = mpsc::channel(PIECES);
     let (cancelled, max_bytes) = (cancel.0.clone(), state.dataset_limit_bytes);
     let sink = images.as_ref().map(|images| images.images().clone());
-    let work = tokio::task::spawn_blocking(move || {
+    let work = spawn_blocking(move || {
         let options =
             Options { format, chat_default, answers, max_bytes, cancelled: &cancelled, images: sink.as_ref() };
         let converted = convert(&sources, &recipe, &options, &mut Pipe(sender));
@@ -127,7 +128,7 @@ pub(super) async fn written(
     write: impl FnOnce(&mut dyn std::io::Write) -> std::io::Result<()> + Send + 'static,
 ) -> Result<(Summary, StagedDone), Problem> {
     let (sender, pieces) = mpsc::channel(PIECES);
-    let work = tokio::task::spawn_blocking(move || {
+    let work = spawn_blocking(move || {
         let mut out = std::io::BufWriter::with_capacity(WRITE_BYTES, Pipe(sender));
         write(&mut out)?;
         out.flush()
@@ -174,7 +175,7 @@ async fn preview_sources(
     if staged.as_ref().is_some_and(|staged| staged.size_bytes >= PREVIEW_BYTES) {
         sources = sources.into_iter().map(Source::cut).collect();
     }
-    let looked = tokio::task::spawn_blocking(move || {
+    let looked = spawn_blocking(move || {
         let cancelled = AtomicBool::new(false);
         let sink = images.as_ref().map(StagedImages::images);
         let max_bytes = u64::MAX;

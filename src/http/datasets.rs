@@ -33,6 +33,7 @@ use crate::downloads::dataset_key;
 use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::spec::HubDataset;
+use crate::store::background::spawn_blocking;
 use crate::store::{DatasetDownloadRow, DatasetFilter, DatasetRow, StoreError};
 
 /// Maximum size of a page of rows, in bytes, whatever the number of rows.
@@ -367,7 +368,7 @@ async fn list_rows(
         Some(None) => return Err(StoreError::BadCursor.into()),
     };
     let path = state.files.dataset(id);
-    let page = tokio::task::spawn_blocking(move || {
+    let page = spawn_blocking(move || {
         let begin = match from.filter(|_| after.is_none()) {
             Some(row) => find_row(&path, row.min(dataset.num_rows))?,
             None => begin,

@@ -26,6 +26,7 @@ use crate::dataset::{Format, Reader};
 use crate::id::DatasetId;
 use crate::modelcard;
 use crate::store::StoreError;
+use crate::store::background::spawn_blocking;
 
 /// The id under which the bundled model is registered.
 const MODEL: &str = "rlood/tiny";
@@ -108,7 +109,7 @@ fn source(state: &AppState) -> String {
 }
 
 async fn run_blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> Result<T, Problem> {
-    tokio::task::spawn_blocking(work)
+    spawn_blocking(work)
         .await
         .map_err(Problem::internal)?
         .map_err(|error| Problem::internal(format!("write the bundled model: {error}")))

@@ -38,6 +38,7 @@ use crate::reward::journal::Journal;
 use crate::reward::webhook::{EnvironmentClient, Exchange};
 use crate::rollout::{Generated, RolloutId, Segment, Segments};
 use crate::spec::{EnvironmentPlan, EnvironmentTestSpec, FieldError, SamplingPlan, ServicePlan};
+use crate::store::background::spawn_blocking;
 
 /// Maximum timeout of a request to the environment in ms.
 const MAX_TIMEOUT_MS: u64 = 30_000;
@@ -168,7 +169,7 @@ impl Test {
         let left = CancellationToken::new();
         let _leave = left.clone().drop_guard();
         let (start, runtime) = (Instant::now(), Handle::current());
-        let played = tokio::task::spawn_blocking(move || {
+        let played = spawn_blocking(move || {
             let model = self.chosen.id.clone();
             let prompts = self.prompts(rows)?;
             let mut place = Place { test: &self, runtime, left, problems: Vec::new(), refused: None };

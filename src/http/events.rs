@@ -21,6 +21,7 @@ use super::extract::{Json, Path, Query};
 use super::list::{self, List, PageQuery, Time};
 use super::{metrics, samples, summary};
 use crate::id::JobId;
+use crate::store::background::spawn;
 use crate::store::{EventRow, LogRow, TaskKind};
 
 /// Number of past events that a stream reads from the database at a time.
@@ -136,7 +137,7 @@ async fn list_events(
         return Ok(Json(EventPage { data: rows.into_iter().map(Event::from).collect(), next, removed }).into_response());
     }
     let (sender, receiver) = mpsc::channel(BACKLOG);
-    tokio::spawn(async move {
+    spawn(async move {
         if let Err(problem) = follow(&state, id, after, &sender).await {
             tracing::debug!(job = %id, detail = problem.detail(), "a client's stream of job events ended early");
         }

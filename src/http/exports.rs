@@ -23,6 +23,7 @@ use super::rows::check_disk;
 use crate::export::{ExportDtype, ExportError, ExportFormat, ExportRequest, ExportResult, Survived};
 use crate::id::{CheckpointId, ExportId, JobId};
 use crate::protocol::FileEntry;
+use crate::store::background::spawn_blocking;
 use crate::store::{CheckpointRow, NewTask, TaskKind, TaskRow, clock_ms};
 use crate::task::{TaskProgress, TaskState};
 
@@ -225,7 +226,7 @@ async fn cancel_export(
 async fn delete_export(State(state): State<AppState>, Path(id): Path<ExportId>) -> Result<StatusCode, Problem> {
     let row = state.store.task_cancel(TaskKind::Export, &id.to_string(), clock_ms()).await?;
     let (files, name) = (state.files.clone(), row.id.clone());
-    tokio::task::spawn_blocking(move || files.export_remove(&name)).await.map_err(Problem::internal)??;
+    spawn_blocking(move || files.export_remove(&name)).await.map_err(Problem::internal)??;
     state.store.task_delete(TaskKind::Export, &row.id).await?;
     Ok(StatusCode::NO_CONTENT)
 }

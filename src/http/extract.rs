@@ -94,21 +94,18 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
         match axum::extract::Query::<T>::from_request_parts(parts, state).await {
             Ok(query) => Ok(Query(query.0)),
-            Err(rejection) => {
-                let text = rejection.body_text();
-                let text = text.rsplit_once("query string: ").map_or(text.as_str(), |(_, reason)| reason);
-                let (name, reason) = text.split_once(": ").unwrap_or(("", text));
-                let reason = if name.is_empty() { text } else { reason };
-                let reason = describe_parse_error(reason, given(parts.uri.query(), name).as_deref());
-                let detail = if name.is_empty() { reason.clone() } else { format!("{name}: {reason}") };
-                Err(Problem::new(Code::InvalidQuery, shortened(&detail)).item(
-                    format!("?{name}"),
-                    "invalid",
-                    shortened(&reason),
-                ))
-            }
+            Err(rejection) => Err(query_problem(&rejection.body_text(), parts.uri.query())),
         }
     }
+}
+
+fn query_problem(text: &str, query: Option<&str>) -> Problem {
+    let text = text.rsplit_once("query string: ").map_or(text, |(_, reason)| reason);
+    let (name, reason) = text.split_once(": ").unwrap_or(("", text));
+    let reason = if name.is_empty() { text } else { reason };
+    let reason = describe_parse_error(reason, given(query, name).as_deref());
+    let detail = if name.is_empty() { reason.clone() } else { format!("{name}: {reason}") };
+    Problem::new(Code::InvalidQuery, shortened(&detail)).item(format!("?{name}"), "invalid", shortened(&reason))
 }
 
 /// Deserializes a count from a query parameter, limited to the OpenAPI document's int64; for `deserialize_with`.
@@ -157,23 +154,26 @@ impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for Path<T>
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
         match axum::extract::Path::<T>::from_request_parts(parts, state).await {
             Ok(path) => Ok(Path(path.0)),
-            Err(PathRejection::FailedToDeserializePathParams(error)) => Err(match error.into_kind() {
-                ErrorKind::Message(message) | ErrorKind::DeserializeError { message, .. } => {
-                    Problem::new(Code::NotFound, shortened(&message))
-                }
-                ErrorKind::ParseError { value, expected_type }
-                | ErrorKind::ParseErrorAtIndex { value, expected_type, .. }
-                | ErrorKind::ParseErrorAtKey { value, expected_type, .. } => Problem::new(
-                    Code::NotFound,
-                    format!("'{}' in the path is not a {expected_type}", shortened(&value)),
-                ),
-                ErrorKind::InvalidUtf8InPathParam { .. } => {
-                    Problem::new(Code::NotFound, "the path of the request is not valid UTF-8")
-                }
-                other => Problem::internal(other),
-            }),
-            Err(other) => Err(Problem::internal(other)),
+            Err(rejection) => Err(path_problem(rejection)),
         }
+    }
+}
+
+fn path_problem(rejection: PathRejection) -> Problem {
+    let PathRejection::FailedToDeserializePathParams(error) = rejection else { return Problem::internal(rejection) };
+    match error.into_kind() {
+        ErrorKind::Message(message) | ErrorKind::DeserializeError { message, .. } => {
+            Problem::new(Code::NotFound, shortened(&message))
+        }
+        ErrorKind::ParseError { value, expected_type }
+        | ErrorKind::ParseErrorAtIndex { value, expected_type, .. }
+        | ErrorKind::ParseErrorAtKey { value, expected_type, .. } => {
+            Problem::new(Code::NotFound, format!("'{}' in the path is not a {expected_type}", shortened(&value)))
+        }
+        ErrorKind::InvalidUtf8InPathParam { .. } => {
+            Problem::new(Code::NotFound, "the path of the request is not valid UTF-8")
+        }
+        other => Problem::internal(other),
     }
 }
 

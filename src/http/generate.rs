@@ -24,6 +24,7 @@ use crate::id::{CheckpointId, JobId};
 use crate::modelcard::text::{Prompt, TextError};
 use crate::serving::ServedRequest;
 use crate::spec::{FieldError, GenerateDocument, GenerateSpec, Plan, SamplingPlan};
+use crate::store::background::spawn_blocking;
 use crate::store::{CheckpointRow, StoreError};
 
 /// Time limit for both models together, including loading.
@@ -145,7 +146,7 @@ async fn tokenized(facts: &Arc<Facts>, plan: &Plan, prompt: Value) -> Result<(Re
         };
         Ok::<_, TextError>((text, ids, facts.card.max_position_embeddings as u64))
     };
-    let encoded = tokio::task::spawn_blocking(encode).await.map_err(Problem::internal)?;
+    let encoded = spawn_blocking(encode).await.map_err(Problem::internal)?;
     let (text, ids, positions) = encoded.map_err(|error| {
         refused("prompt_not_encodable", format!("the prompt cannot be used: {}", with_causes(&error)))
     })?;

@@ -7,12 +7,14 @@ use std::future::Future;
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use futures::future::BoxFuture;
 use serde::Serialize;
 
 use super::AppState;
 use super::auth::{Caller, REPLAYED};
 use super::error::{Code, Problem, REQUEST_ID};
 use crate::digest::Sha256Digest;
+use crate::store::background::spawn;
 use crate::store::{KeyBegin, clock_ms};
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
@@ -58,17 +60,26 @@ impl IntoResponse for Answer {
 ///
 /// # Errors
 /// Answers 409 while the first request is running, 422 when the key was used with another body, or the error of `work`.
-pub async fn once<F>(
+pub fn once<'a>(
+    state: &'a AppState,
+    caller: &'a Caller,
+    headers: &'a HeaderMap,
+    route: &'static str,
+    body_sha256: &'a str,
+    work: impl Future<Output = Result<Answer, Problem>> + Send + 'static,
+) -> BoxFuture<'a, Result<Response, Problem>> {
+    // Boxed, so that the tasks below are compiled once and not for every route.
+    Box::pin(once_boxed(state, caller, headers, route, body_sha256, Box::pin(work)))
+}
+
+async fn once_boxed(
     state: &AppState,
     caller: &Caller,
     headers: &HeaderMap,
     route: &'static str,
     body_sha256: &str,
-    work: F,
-) -> Result<Response, Problem>
-where
-    F: Future<Output = Result<Answer, Problem>> + Send + 'static,
-{
+    work: BoxFuture<'static, Result<Answer, Problem>>,
+) -> Result<Response, Problem> {
     let Some(key) = key_of(headers)? else { return work.await.map(IntoResponse::into_response) };
     // Requests of the operator keep the stored form from before keys had owners, so that older Idempotency-Keys stay valid.
     let route = match caller.owner() {
@@ -95,10 +106,10 @@ where
 
     let store = state.store.clone();
     let id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
-    let done = tokio::spawn(REQUEST_ID.scope(id, async move {
+    let done = spawn(REQUEST_ID.scope(id, async move {
         // The request runs in a task of its own, so that its panic cannot leave the Idempotency-Key marked as in progress.
         let id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
-        let result = match tokio::spawn(REQUEST_ID.scope(id, work)).await {
+        let result = match spawn(REQUEST_ID.scope(id, work)).await {
             Ok(result) => result,
             Err(error) => Err(Problem::internal(error)),
         };

@@ -8,6 +8,7 @@ use super::jobs::invalid;
 use super::models::is_as_registered;
 use crate::modelcard;
 use crate::spec::{CheckpointChoice, FieldError, Plan};
+use crate::store::background::spawn_blocking;
 use crate::store::{CheckpointRow, JobRow, ModelRow, StoreError};
 
 /// Finds the checkpoint that a request selects.
@@ -81,5 +82,5 @@ pub(super) async fn unchanged(row: ModelRow, sha256: String) -> Result<ModelRow,
             Err(error) => Err(unusable(&error)),
         }
     };
-    tokio::task::spawn_blocking(check).await.map_err(Problem::internal)?.map_err(refused)
+    spawn_blocking(check).await.map_err(Problem::internal)?.map_err(refused)
 }

@@ -20,6 +20,7 @@ use super::jobs::bad_query;
 use crate::event::Metrics;
 use crate::id::JobId;
 use crate::store::StepLines;
+use crate::store::background::spawn_blocking;
 use table::{Broken, Columns, Rows, entries, from_json, in_json};
 
 pub(super) use thin::kept_rows;
@@ -136,7 +137,7 @@ async fn get_metrics(
         None => Vec::new(),
     };
     let form = query.format;
-    tokio::task::spawn_blocking(move || written(&rows, next, warnings, form)).await.map_err(Problem::internal)?
+    spawn_blocking(move || written(&rows, next, warnings, form)).await.map_err(Problem::internal)?
 }
 
 /// First and last step, both inclusive.
@@ -159,7 +160,7 @@ impl Gathered {
             }
             Ok(self)
         };
-        tokio::task::spawn_blocking(work).await.map_err(Problem::internal)?.map_err(unreadable)
+        spawn_blocking(work).await.map_err(Problem::internal)?.map_err(unreadable)
     }
 }
 
@@ -219,7 +220,7 @@ async fn thinned(
             Err(kept.iter().filter_map(|row| rows.step(*row)).collect())
         }
     };
-    let chosen: Result<Rows, Vec<u64>> = tokio::task::spawn_blocking(choose).await.map_err(Problem::internal)?;
+    let chosen: Result<Rows, Vec<u64>> = spawn_blocking(choose).await.map_err(Problem::internal)?;
     match chosen {
         Ok(rows) => Ok(rows),
         Err(steps) => {

@@ -28,6 +28,7 @@ use crate::modelcard::classifier::is_classifier;
 use crate::modelcard::text::{Text, TextError};
 use crate::modelcard::{self, ClassifierCard, ForeignCard, ModelCardError, ModelFile};
 use crate::spec::RuntimeFacts;
+use crate::store::background::spawn_blocking;
 use crate::store::{ModelRow, NewModel, clock_ms};
 
 /// The JSON key under which a model's database record stores the stamp (sizes and modification times) of its files.
@@ -254,7 +255,7 @@ pub(super) async fn register(
         let sha256 = modelcard::fingerprint_files(&path, &files).map_err(unusable)?;
         Ok((record(&card, &stamp)?, sha256))
     };
-    let (card, sha256) = tokio::task::spawn_blocking(read).await.map_err(Problem::internal)??;
+    let (card, sha256) = spawn_blocking(read).await.map_err(Problem::internal)??;
     Ok(state.store.model_create(NewModel { id, source, sha256, card, owner }, clock_ms()).await?)
 }
 

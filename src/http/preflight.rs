@@ -12,6 +12,7 @@ use crate::preflight::verdict::verdict;
 use crate::preflight::{PreflightError, PreflightReport, PreflightTask};
 use crate::spec::{JobSpec, Resolution};
 use crate::store::StoreError;
+use crate::store::background::spawn_blocking;
 
 /// Default number of prompts of a preflight.
 pub(super) const DEFAULT_PROMPTS: u32 = 8;
@@ -81,7 +82,7 @@ pub(super) async fn run(
     }
     let initial = warm_start::source(state, plan).await?.map(|(dir, _)| dir);
     let numbers = spread_rows(u64::from(limits.prompts), plan.dataset.num_rows);
-    let rows = tokio::task::spawn_blocking(move || train.rows(&numbers))
+    let rows = spawn_blocking(move || train.rows(&numbers))
         .await
         .map_err(Problem::internal)?
         .map_err(|error| Problem::internal(format!("the rows of a dataset cannot be read: {error}")))?;

@@ -11,6 +11,7 @@ use crate::digest::Sha256Digest;
 use crate::id::JobId;
 use crate::spec::{FieldError, JobSpec, Plan, PythonPlan, RewardKind, RewardPlan};
 use crate::store::StoreError;
+use crate::store::background::spawn_blocking;
 
 /// Maximum size of a Python file, in bytes.
 const MAX_FILE_BYTES: u64 = 4 << 20;
@@ -55,7 +56,7 @@ pub(super) async fn resolve_one(
         return Ok(None); // The parser of the job reports it.
     }
     let (permitted, given) = (state.config.python_rewards.clone(), plan.file.clone());
-    let found = tokio::task::spawn_blocking(move || find(&permitted, &given)).await.map_err(Problem::internal)?;
+    let found = spawn_blocking(move || find(&permitted, &given)).await.map_err(Problem::internal)?;
     match found {
         Ok((path, sha256)) => {
             (plan.file, plan.sha256) = (path, Some(sha256));

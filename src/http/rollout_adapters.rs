@@ -14,6 +14,7 @@ use super::error::{Problem, ProblemBody};
 use super::extract::Path;
 use crate::digest::Sha256Digest;
 use crate::id::JobId;
+use crate::store::background::spawn_blocking;
 
 /// The files of a published adapter.
 const FILES: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
@@ -51,7 +52,7 @@ async fn get_rollout_adapter_file(
     // A worker on another machine uploads its adapters. The name has the attempt.
     let attempt = adapter.split("-a").last().and_then(|rest| rest.split('-').next()?.parse().ok()).unwrap_or(0);
     let uploaded = state.files.rollout_adapter_file((id, attempt), &adapter, name).map_err(Problem::internal)?;
-    let found = tokio::task::spawn_blocking(move || read(shared, name).or_else(|_| read(uploaded, name)));
+    let found = spawn_blocking(move || read(shared, name).or_else(|_| read(uploaded, name)));
     let found = found.await.map_err(Problem::internal)?;
     match found {
         Ok(download) => send_file(&method, &headers, &download).await,

@@ -13,6 +13,7 @@ use crate::dataset::{Reader, Rejected, RowError, RowPlace, Summary};
 use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::storage::StorageKind;
+use crate::store::background::spawn_blocking;
 use crate::store::{DatasetRow, NewDataset, clock_ms};
 
 /// Default maximum size of a dataset, in bytes, both as received and in canonical form.
@@ -90,10 +91,7 @@ pub(super) async fn store_rows(
 /// Removes the file of a dataset.
 pub(super) async fn remove_file(state: &AppState, id: DatasetId) -> Result<(), Problem> {
     let files = state.files.clone();
-    tokio::task::spawn_blocking(move || files.dataset_remove(id))
-        .await
-        .map_err(Problem::internal)?
-        .map_err(Problem::from)
+    spawn_blocking(move || files.dataset_remove(id)).await.map_err(Problem::internal)?.map_err(Problem::from)
 }
 
 pub(super) fn too_large(limit: u64) -> Problem {

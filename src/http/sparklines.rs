@@ -24,6 +24,7 @@ use super::extract::{Json, Query};
 use super::jobs::{JobView, bad_query, newest_jobs};
 use super::list::List;
 use crate::id::JobId;
+use crate::store::background::spawn;
 use crate::store::{self, JobChange, StoreError};
 
 /// Maximum number of jobs in one request.
@@ -123,7 +124,7 @@ async fn follow_jobs(State(state): State<AppState>, caller: Caller, headers: Hea
     }
     let (sender, receiver) = mpsc::channel(BACKLOG);
     let changes = state.store.changed_jobs();
-    tokio::spawn(async move {
+    spawn(async move {
         if let Err(problem) = follow(&state, &caller, changes, &sender).await {
             tracing::debug!(detail = problem.detail(), "a client's stream of job changes ended early");
         }

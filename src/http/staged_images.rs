@@ -10,6 +10,7 @@ use crate::data::{ImageLimits, Images};
 use crate::dataset::ImageSink;
 use crate::files::{StagedDir, StagedDone};
 use crate::storage::StorageKind;
+use crate::store::background::spawn_blocking;
 
 /// Images of an upload that is being received.
 pub(super) struct StagedImages {
@@ -49,7 +50,7 @@ impl StagedImages {
             return Err(too_large(state.dataset_limit_bytes));
         }
         let (images, path) = (self.images.clone(), zip.path().to_owned());
-        let opened = tokio::task::spawn_blocking(move || images.open_zip(&path)).await.map_err(Problem::internal)?;
+        let opened = spawn_blocking(move || images.open_zip(&path)).await.map_err(Problem::internal)?;
         opened.map_err(|(code, detail)| {
             Problem::new(Code::InvalidDataset, format!("images: {detail}")).item("images", code, detail)
         })?;

@@ -28,6 +28,7 @@ use super::error::Problem;
 use crate::modelcard::ModelCard;
 use crate::modelcard::text::Text;
 use crate::store::ModelRow;
+use crate::store::background::spawn_blocking;
 
 pub(super) use answer::{Collected, Whole, collect, problem, start};
 pub(super) use error::{is_openai, translated};
@@ -99,7 +100,7 @@ impl Texts {
                     let text = Text::load(&of).map_err(|error| error.to_string())?;
                     Ok::<_, String>(Arc::new(Facts { text, card }))
                 };
-                let read = tokio::task::spawn_blocking(read).await.map_err(Problem::internal)?;
+                let read = spawn_blocking(read).await.map_err(Problem::internal)?;
                 read.map_err(|why| Problem::new(super::error::Code::InvalidModel, why))?
             }
         };

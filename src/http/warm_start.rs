@@ -12,6 +12,7 @@ use crate::id::JobId;
 use crate::modelcard::{ModelDescription, adapter};
 use crate::protocol::FileEntry;
 use crate::spec::{AdapterPlan, FieldError, JobSpec, Plan, WarmStartFacts, Warning};
+use crate::store::background::spawn_blocking;
 use crate::store::{AdapterRow, CheckpointRow, StoreError};
 
 const AT: &str = "/warm_start/checkpoint";
@@ -226,7 +227,7 @@ pub(super) async fn blocking<T: Send + 'static>(
     work: impl FnOnce(&crate::files::DataDir) -> Result<T, FilesError> + Send + 'static,
 ) -> Result<T, Problem> {
     let files = state.files.clone();
-    Ok(tokio::task::spawn_blocking(move || work(&files)).await.map_err(Problem::internal)??)
+    Ok(spawn_blocking(move || work(&files)).await.map_err(Problem::internal)??)
 }
 
 #[cfg(test)]

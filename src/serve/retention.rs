@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::config::retention::Retention;
 use crate::files::DataDir;
 use crate::http::error::chain;
+use crate::store::background::spawn_blocking;
 use crate::store::gc::{self, GcItem, GcRules};
 use crate::store::retention::Leftover;
 use crate::store::storage::StorageError;
@@ -63,7 +64,7 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
                 break;
             }
             let files = files.clone();
-            let swept = tokio::task::spawn_blocking(move || {
+            let swept = spawn_blocking(move || {
                 removed.iter().try_for_each(|row| files.checkpoint_remove(row.job, row.step, row.attempt))
             });
             if let Ok(Err(error)) = swept.await {

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Subcommand;
+use futures::future::LocalBoxFuture;
 
 use crate::commands::{
     compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, profile, pull, push,
@@ -73,11 +74,14 @@ pub enum Command {
 }
 
 /// Runs a subcommand of `rlood` and returns its exit code. Errors are printed to standard error.
-pub async fn run(command: Command) -> ExitCode {
-    match dispatch(command).await {
-        Ok(code) => ExitCode::from(code),
-        Err(error) => error.report(),
-    }
+pub fn run(command: Command) -> LocalBoxFuture<'static, ExitCode> {
+    // Boxed, so that the commands are compiled in this crate and not in the one that polls them.
+    Box::pin(async {
+        match dispatch(command).await {
+            Ok(code) => ExitCode::from(code),
+            Err(error) => error.report(),
+        }
+    })
 }
 
 async fn dispatch(command: Command) -> Result<u8, CliError> {

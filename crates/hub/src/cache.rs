@@ -5,6 +5,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use futures::future::BoxFuture;
 use serde_json::Value;
 
 use crate::error::HubError;
@@ -28,23 +29,25 @@ impl Cached {
     ///
     /// # Errors
     /// Fails when a file cannot be read.
-    pub async fn files(&self) -> Result<Vec<RepoFile>, HubError> {
-        let mut names = Vec::new();
-        list_files(&self.path, "", &mut names).map_err(HubError::disk("list the files of", &self.path))?;
-        names.sort_unstable();
-        let mut files = Vec::with_capacity(names.len());
-        for name in names {
-            let path = self.path.join(&name);
-            let blob = std::fs::canonicalize(&path).map_err(HubError::disk("open", &path))?;
-            let opened = File::open(&blob).map_err(HubError::disk("open", &blob))?;
-            let size_bytes = opened.metadata().map_err(HubError::disk("read", &blob))?.len();
-            let hash = match blob_hash(&blob) {
-                Some(hash) => hash,
-                None => hash(opened, blob, FileHash::Git([0; 20]), size_bytes).await?,
-            };
-            files.push(RepoFile { path: name, size_bytes, hash });
-        }
-        Ok(files)
+    pub fn files(&self) -> BoxFuture<'_, Result<Vec<RepoFile>, HubError>> {
+        Box::pin(async move {
+            let mut names = Vec::new();
+            list_files(&self.path, "", &mut names).map_err(HubError::disk("list the files of", &self.path))?;
+            names.sort_unstable();
+            let mut files = Vec::with_capacity(names.len());
+            for name in names {
+                let path = self.path.join(&name);
+                let blob = std::fs::canonicalize(&path).map_err(HubError::disk("open", &path))?;
+                let opened = File::open(&blob).map_err(HubError::disk("open", &blob))?;
+                let size_bytes = opened.metadata().map_err(HubError::disk("read", &blob))?.len();
+                let hash = match blob_hash(&blob) {
+                    Some(hash) => hash,
+                    None => hash(opened, blob, FileHash::Git([0; 20]), size_bytes).await?,
+                };
+                files.push(RepoFile { path: name, size_bytes, hash });
+            }
+            Ok(files)
+        })
     }
 
     /// Returns the path of a file in the snapshot if its content is the one that the Hub announces; `None` if it is missing or
@@ -52,9 +55,11 @@ impl Cached {
     ///
     /// # Errors
     /// Fails when the file cannot be read.
-    pub async fn verified(&self, file: &RepoFile) -> Result<Option<PathBuf>, HubError> {
-        let path = self.path.join(&file.path);
-        Ok(is_complete(&path, file).await?.then_some(path))
+    pub fn verified<'a>(&'a self, file: &'a RepoFile) -> BoxFuture<'a, Result<Option<PathBuf>, HubError>> {
+        Box::pin(async move {
+            let path = self.path.join(&file.path);
+            Ok(is_complete(&path, file).await?.then_some(path))
+        })
     }
 }
 
@@ -105,18 +110,20 @@ pub fn find_cached(cache: &Path, repo: &Repo) -> Option<Cached> {
 ///
 /// # Errors
 /// Fails when a file cannot be read.
-pub async fn verify_cached(cached: &Cached) -> Result<Option<String>, HubError> {
-    for name in required_files(&cached.path).unwrap_or_default() {
-        let path = cached.path.join(&name);
-        let Ok(blob) = std::fs::canonicalize(&path) else { return Ok(Some(name)) };
-        let Some(expected) = blob_hash(&blob) else { continue };
-        let file = File::open(&blob).map_err(HubError::disk("open", &blob))?;
-        let size_bytes = file.metadata().map_err(HubError::disk("read", &blob))?.len();
-        if hash(file, blob, expected, size_bytes).await? != expected {
-            return Ok(Some(name));
+pub fn verify_cached<'a>(cached: &'a Cached) -> BoxFuture<'a, Result<Option<String>, HubError>> {
+    Box::pin(async move {
+        for name in required_files(&cached.path).unwrap_or_default() {
+            let path = cached.path.join(&name);
+            let Ok(blob) = std::fs::canonicalize(&path) else { return Ok(Some(name)) };
+            let Some(expected) = blob_hash(&blob) else { continue };
+            let file = File::open(&blob).map_err(HubError::disk("open", &blob))?;
+            let size_bytes = file.metadata().map_err(HubError::disk("read", &blob))?.len();
+            if hash(file, blob, expected, size_bytes).await? != expected {
+                return Ok(Some(name));
+            }
         }
-    }
-    Ok(None)
+        Ok(None)
+    })
 }
 
 /// Returns the file names of a cached model's config, tokenizer and weights; `None` if one of these files is missing.

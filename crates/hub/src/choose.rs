@@ -1,5 +1,6 @@
 //! Selects the files of a Hub repository that a model needs, and rejects repositories without a usable model.
 
+use futures::future::BoxFuture;
 use serde_json::Value;
 
 use crate::error::HubError;
@@ -54,60 +55,71 @@ impl Hub {
     ///
     /// # Errors
     /// Fails like [`Hub::info`], or with `Unusable` when the repository contains no such model.
-    pub async fn plan_model(&self, repo: &Repo) -> Result<RepoPlan, HubError> {
-        let info = self.info(repo).await?;
-        let unusable = |why: String| HubError::Unusable { repo: repo.to_string(), why };
-        let find = |path: &str| info.files.iter().find(|file| file.path == path);
-        let Some(config_file) = find(CONFIG) else { return Err(unusable(without_config(&info))) };
-        let config = self.document(repo, &info.commit, config_file).await?;
-        if let Some(why) = quantization_problem(&config) {
-            return Err(unusable(why));
-        }
-        let mut files = vec![config_file.clone()];
-        if let Some(index) = find(INDEX) {
-            let document = self.document(repo, &info.commit, index).await?;
-            let mut shards: Vec<&str> = document["weight_map"]
-                .as_object()
-                .map(|map| map.values().filter_map(Value::as_str).collect())
-                .unwrap_or_default();
-            shards.sort_unstable();
-            shards.dedup();
-            if shards.is_empty() {
-                return Err(unusable(format!("the repository's {INDEX} lists no weight files")));
+    pub fn plan_model<'a>(&'a self, repo: &'a Repo) -> BoxFuture<'a, Result<RepoPlan, HubError>> {
+        Box::pin(async move {
+            let info = self.info(repo).await?;
+            let unusable = |why: String| HubError::Unusable { repo: repo.to_string(), why };
+            let find = |path: &str| info.files.iter().find(|file| file.path == path);
+            let Some(config_file) = find(CONFIG) else { return Err(unusable(without_config(&info))) };
+            let config = self.document(repo, &info.commit, config_file).await?;
+            if let Some(why) = quantization_problem(&config) {
+                return Err(unusable(why));
             }
-            files.push(index.clone());
-            for shard in shards {
-                let file = find(shard).ok_or_else(|| {
-                    let shown: String = shard.chars().take(200).collect();
-                    unusable(format!("the repository's {INDEX} lists {shown:?}, which is not in the repository"))
-                })?;
-                files.push(file.clone());
+            let mut files = vec![config_file.clone()];
+            if let Some(index) = find(INDEX) {
+                let document = self.document(repo, &info.commit, index).await?;
+                let mut shards: Vec<&str> = document["weight_map"]
+                    .as_object()
+                    .map(|map| map.values().filter_map(Value::as_str).collect())
+                    .unwrap_or_default();
+                shards.sort_unstable();
+                shards.dedup();
+                if shards.is_empty() {
+                    return Err(unusable(format!("the repository's {INDEX} lists no weight files")));
+                }
+                files.push(index.clone());
+                for shard in shards {
+                    let file = find(shard).ok_or_else(|| {
+                        let shown: String = shard.chars().take(200).collect();
+                        unusable(format!("the repository's {INDEX} lists {shown:?}, which is not in the repository"))
+                    })?;
+                    files.push(file.clone());
+                }
+            } else {
+                files.push(find(WEIGHTS).ok_or_else(|| unusable(without_weights(&info)))?.clone());
             }
-        } else {
-            files.push(find(WEIGHTS).ok_or_else(|| unusable(without_weights(&info)))?.clone());
-        }
-        let is_template = |path: &str| {
-            path.strip_prefix("additional_chat_templates/")
-                .is_some_and(|name| !name.contains('/') && name.ends_with(".jinja"))
-        };
-        let others =
-            info.files.iter().filter(|file| OPTIONAL_FILES.contains(&file.path.as_str()) || is_template(&file.path));
-        files.extend(others.cloned());
-        let RepoInfo { commit, is_restricted, is_private: _, files: _, renamed_to } = info;
-        Ok(RepoPlan { repo: repo.clone(), commit, is_restricted, files, config, renamed_to })
+            let is_template = |path: &str| {
+                path.strip_prefix("additional_chat_templates/")
+                    .is_some_and(|name| !name.contains('/') && name.ends_with(".jinja"))
+            };
+            let others = info
+                .files
+                .iter()
+                .filter(|file| OPTIONAL_FILES.contains(&file.path.as_str()) || is_template(&file.path));
+            files.extend(others.cloned());
+            let RepoInfo { commit, is_restricted, is_private: _, files: _, renamed_to } = info;
+            Ok(RepoPlan { repo: repo.clone(), commit, is_restricted, files, config, renamed_to })
+        })
     }
 
     /// Reads a small file of a Hub repository into memory.
     ///
     /// # Errors
     /// Fails with `Unusable` when the file is larger than 64 MiB, or like [`Hub::info`].
-    pub async fn read_file(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<Vec<u8>, HubError> {
-        if file.size_bytes > MAX_SMALL_FILE_BYTES {
-            let why = format!("the repository's {} is too large ({} bytes)", file.path, file.size_bytes);
-            return Err(HubError::Unusable { repo: repo.to_string(), why });
-        }
-        let url = self.file_url(repo, commit, &file.path)?;
-        self.read(repo, &url, Some(commit)).await
+    pub fn read_file<'a>(
+        &'a self,
+        repo: &'a Repo,
+        commit: &'a str,
+        file: &'a RepoFile,
+    ) -> BoxFuture<'a, Result<Vec<u8>, HubError>> {
+        Box::pin(async move {
+            if file.size_bytes > MAX_SMALL_FILE_BYTES {
+                let why = format!("the repository's {} is too large ({} bytes)", file.path, file.size_bytes);
+                return Err(HubError::Unusable { repo: repo.to_string(), why });
+            }
+            let url = self.file_url(repo, commit, &file.path)?;
+            self.read(repo, &url, Some(commit)).await
+        })
     }
 
     async fn document(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<Value, HubError> {
@@ -200,20 +212,26 @@ impl Hub {
     ///
     /// # Errors
     /// Fails for the same reasons as [`Hub::info`].
-    pub async fn converted_files(&self, server: &url::Url, repo: &Repo) -> Result<Vec<ConvertedFile>, HubError> {
-        #[derive(serde::Deserialize)]
-        struct Answer {
-            parquet_files: Vec<ConvertedFile>,
-        }
-        let mut url = server.clone();
-        url.path_segments_mut()
-            .map_err(|()| HubError::NotUnderstood("the address of the dataset server".to_owned()))?
-            .pop_if_empty()
-            .push("parquet");
-        url.query_pairs_mut().append_pair("dataset", repo.id());
-        let bytes = self.read(repo, &url, None).await?;
-        let answer: Answer = serde_json::from_slice(&bytes)
-            .map_err(|error| HubError::NotUnderstood(format!("the list of {repo}'s converted files: {error}")))?;
-        Ok(answer.parquet_files)
+    pub fn converted_files<'a>(
+        &'a self,
+        server: &'a url::Url,
+        repo: &'a Repo,
+    ) -> BoxFuture<'a, Result<Vec<ConvertedFile>, HubError>> {
+        Box::pin(async move {
+            #[derive(serde::Deserialize)]
+            struct Answer {
+                parquet_files: Vec<ConvertedFile>,
+            }
+            let mut url = server.clone();
+            url.path_segments_mut()
+                .map_err(|()| HubError::NotUnderstood("the address of the dataset server".to_owned()))?
+                .pop_if_empty()
+                .push("parquet");
+            url.query_pairs_mut().append_pair("dataset", repo.id());
+            let bytes = self.read(repo, &url, None).await?;
+            let answer: Answer = serde_json::from_slice(&bytes)
+                .map_err(|error| HubError::NotUnderstood(format!("the list of {repo}'s converted files: {error}")))?;
+            Ok(answer.parquet_files)
+        })
     }
 }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use futures::future::BoxFuture;
 use futures::stream::{self, TryStreamExt};
 use reqwest::StatusCode;
 use reqwest::header::CONTENT_RANGE;
@@ -40,26 +41,27 @@ impl Hub {
     /// # Errors
     /// Fails with `NoSpace` before the first byte, with `Damaged` when a file's hash is wrong twice, and on errors of
     /// the Hub and the disk.
-    pub async fn download(
-        &self,
-        plan: &RepoPlan,
-        parts: &Path,
-        to: &Path,
-        progress: &Arc<Progress>,
-    ) -> Result<(), HubError> {
-        for folder in [parts, to] {
-            std::fs::create_dir_all(folder).map_err(HubError::disk("create the folder", folder))?;
-        }
-        check_space(plan, parts, to)?;
-        let folders = &Folders { parts, to, beside: folders_beside(to) };
-        stream::iter(plan.files.iter().map(Ok))
-            .try_for_each_concurrent(
-                MAX_CONCURRENT,
-                |file| async move { self.fetch(plan, file, folders, progress).await },
-            )
-            .await?;
-        plan.files.iter().for_each(|file| release(parts, file, &to.join(&file.path)));
-        sync_folder(to)
+    pub fn download<'a>(
+        &'a self,
+        plan: &'a RepoPlan,
+        parts: &'a Path,
+        to: &'a Path,
+        progress: &'a Arc<Progress>,
+    ) -> BoxFuture<'a, Result<(), HubError>> {
+        Box::pin(async move {
+            for folder in [parts, to] {
+                std::fs::create_dir_all(folder).map_err(HubError::disk("create the folder", folder))?;
+            }
+            check_space(plan, parts, to)?;
+            let folders = &Folders { parts, to, beside: folders_beside(to) };
+            stream::iter(plan.files.iter().map(Ok))
+                .try_for_each_concurrent(MAX_CONCURRENT, |file| async move {
+                    self.fetch(plan, file, folders, progress).await
+                })
+                .await?;
+            plan.files.iter().for_each(|file| release(parts, file, &to.join(&file.path)));
+            sync_folder(to)
+        })
     }
 
     async fn fetch(

@@ -1,5 +1,6 @@
 //! Looks up the commit and the files of a Hub repository at a revision.
 
+use futures::future::BoxFuture;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -71,29 +72,31 @@ impl Hub {
     ///
     /// # Errors
     /// Fails when the revision does not exist or is not accessible, or the Hub is unreachable.
-    pub async fn info(&self, repo: &Repo) -> Result<RepoInfo, HubError> {
-        let mut url = self.info_url(repo.kind, repo.id(), repo.revision())?;
-        url.set_query(Some("blobs=true"));
-        let bytes = match self.read(repo, &url, None).await {
-            Err(HubError::NoRepository { .. }) if self.is_other_kind(repo).await => {
-                let (found, wanted) = (repo.kind.other().noun(), repo.kind.noun());
-                return Err(HubError::WrongKind { repo: repo.id().to_owned(), found, wanted });
+    pub fn info<'a>(&'a self, repo: &'a Repo) -> BoxFuture<'a, Result<RepoInfo, HubError>> {
+        Box::pin(async move {
+            let mut url = self.info_url(repo.kind, repo.id(), repo.revision())?;
+            url.set_query(Some("blobs=true"));
+            let bytes = match self.read(repo, &url, None).await {
+                Err(HubError::NoRepository { .. }) if self.is_other_kind(repo).await => {
+                    let (found, wanted) = (repo.kind.other().noun(), repo.kind.noun());
+                    return Err(HubError::WrongKind { repo: repo.id().to_owned(), found, wanted });
+                }
+                read => read?,
+            };
+            let answer: Answer = serde_json::from_slice(&bytes).map_err(|error| {
+                HubError::NotUnderstood(format!("the hub's metadata of {repo} cannot be parsed: {error}"))
+            })?;
+            if answer.disabled {
+                return Err(HubError::Disabled { repo: repo.to_string() });
             }
-            read => read?,
-        };
-        let answer: Answer = serde_json::from_slice(&bytes).map_err(|error| {
-            HubError::NotUnderstood(format!("the hub's metadata of {repo} cannot be parsed: {error}"))
-        })?;
-        if answer.disabled {
-            return Err(HubError::Disabled { repo: repo.to_string() });
-        }
-        if answer.sha.len() != 40 || !answer.sha.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return Err(HubError::NotUnderstood(format!("the commit of {repo} is not 40 hexadecimal digits")));
-        }
-        let files = answer.siblings.into_iter().map(|sibling| file(repo, sibling)).collect::<Result<_, _>>()?;
-        let is_restricted = answer.private || !matches!(answer.gated, Value::Null | Value::Bool(false));
-        let renamed_to = answer.id.filter(|id| id != repo.id());
-        Ok(RepoInfo { commit: answer.sha, is_restricted, is_private: answer.private, files, renamed_to })
+            if answer.sha.len() != 40 || !answer.sha.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+                return Err(HubError::NotUnderstood(format!("the commit of {repo} is not 40 hexadecimal digits")));
+            }
+            let files = answer.siblings.into_iter().map(|sibling| file(repo, sibling)).collect::<Result<_, _>>()?;
+            let is_restricted = answer.private || !matches!(answer.gated, Value::Null | Value::Bool(false));
+            let renamed_to = answer.id.filter(|id| id != repo.id());
+            Ok(RepoInfo { commit: answer.sha, is_restricted, is_private: answer.private, files, renamed_to })
+        })
     }
 
     fn info_url(&self, kind: RepoKind, id: &str, revision: &str) -> Result<url::Url, HubError> {

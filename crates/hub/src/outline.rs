@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use futures::future::BoxFuture;
 use futures::stream::{self, TryStreamExt};
 
 use crate::choose::RepoPlan;
@@ -28,23 +29,30 @@ impl Hub {
     ///
     /// # Errors
     /// Fails with `NoSpace` when the complete model would not fit on the disk, and on errors of the Hub and the disk.
-    pub async fn outline(&self, plan: &RepoPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
-        std::fs::create_dir_all(parts).map_err(HubError::disk("create the folder", parts))?;
-        check_space(plan, parts, to)?;
-        if let Ok(there) = File::open(to) {
-            // The modification time of an outline's folder records its last use.
-            return there.set_modified(SystemTime::now()).map_err(HubError::disk("mark the use of the folder", to));
-        }
-        let outlines = to.parent().unwrap_or(to);
-        std::fs::create_dir_all(outlines).map_err(HubError::disk("create the folder", outlines))?;
-        let building = tempfile::Builder::new().prefix("building-").tempdir_in(outlines);
-        // The temporary folder is removed when this future is dropped, or when another process has created `to` first.
-        let building = building.map_err(HubError::disk("create a folder in", outlines))?;
-        self.build_outline(plan, parts, building.path()).await?;
-        match std::fs::rename(building.path(), to) {
-            Err(_) if to.is_dir() => Ok(()),
-            named => named.map_err(HubError::disk("rename", building.path())),
-        }
+    pub fn outline<'a>(
+        &'a self,
+        plan: &'a RepoPlan,
+        parts: &'a Path,
+        to: &'a Path,
+    ) -> BoxFuture<'a, Result<(), HubError>> {
+        Box::pin(async move {
+            std::fs::create_dir_all(parts).map_err(HubError::disk("create the folder", parts))?;
+            check_space(plan, parts, to)?;
+            if let Ok(there) = File::open(to) {
+                // The modification time of an outline's folder records its last use.
+                return there.set_modified(SystemTime::now()).map_err(HubError::disk("mark the use of the folder", to));
+            }
+            let outlines = to.parent().unwrap_or(to);
+            std::fs::create_dir_all(outlines).map_err(HubError::disk("create the folder", outlines))?;
+            let building = tempfile::Builder::new().prefix("building-").tempdir_in(outlines);
+            // The temporary folder is removed when this future is dropped, or when another process has created `to` first.
+            let building = building.map_err(HubError::disk("create a folder in", outlines))?;
+            self.build_outline(plan, parts, building.path()).await?;
+            match std::fs::rename(building.path(), to) {
+                Err(_) if to.is_dir() => Ok(()),
+                named => named.map_err(HubError::disk("rename", building.path())),
+            }
+        })
     }
 
     async fn build_outline(&self, plan: &RepoPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
@@ -63,20 +71,22 @@ impl Hub {
     ///
     /// # Errors
     /// Fails for the same reasons as [`Hub::info`].
-    pub async fn read_start(
-        &self,
-        repo: &Repo,
-        commit: &str,
-        file: &RepoFile,
+    pub fn read_start<'a>(
+        &'a self,
+        repo: &'a Repo,
+        commit: &'a str,
+        file: &'a RepoFile,
         most_bytes: usize,
-    ) -> Result<Vec<u8>, HubError> {
-        let mut attempts = Attempts::new(self.settings.first_delay);
-        loop {
-            match self.start_of(repo, commit, file, most_bytes).await {
-                Ok(bytes) => return Ok(bytes),
-                Err(failed) => attempts.pause_after(failed).await?,
+    ) -> BoxFuture<'a, Result<Vec<u8>, HubError>> {
+        Box::pin(async move {
+            let mut attempts = Attempts::new(self.settings.first_delay);
+            loop {
+                match self.start_of(repo, commit, file, most_bytes).await {
+                    Ok(bytes) => return Ok(bytes),
+                    Err(failed) => attempts.pause_after(failed).await?,
+                }
             }
-        }
+        })
     }
 
     async fn start_of(&self, repo: &Repo, commit: &str, file: &RepoFile, most_bytes: usize) -> Result<Vec<u8>, Failed> {

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use futures::future::BoxFuture;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use rlood_types::digest::Sha256Digest;
 use serde::Deserialize;
@@ -178,47 +179,49 @@ impl Hub {
     /// # Errors
     /// Fails when no token is set or the token may not write, when the repository holds something else or is public although a
     /// private one was requested, and on errors of the Hub and the disk.
-    pub async fn push(&self, push: &Push, progress: &Progress) -> Result<Pushed, HubError> {
-        let repo = &push.repo;
-        if self.settings.offline {
-            return Err(HubError::OfflinePush { repo: repo.to_string() });
-        }
-        if self.settings.token.is_none() {
-            return Err(HubError::NoToken { repo: repo.to_string() });
-        }
-        self.ensure_repo(push).await?;
-        let mut attempts = Attempts::new(self.settings.first_delay);
-        loop {
-            let info = self.branch(repo).await?;
-            if let Some(found) = info.files.iter().find(|file| (push.is_foreign)(&file.path)) {
-                return Err(HubError::OtherContent { repo: repo.to_string(), path: found.path.clone() });
+    pub fn push<'a>(&'a self, push: &'a Push, progress: &'a Progress) -> BoxFuture<'a, Result<Pushed, HubError>> {
+        Box::pin(async move {
+            let repo = &push.repo;
+            if self.settings.offline {
+                return Err(HubError::OfflinePush { repo: repo.to_string() });
             }
-            progress.reset();
-            let changed = changed_files(push, &info, progress).await?;
-            let is_pushed = |path: &str| push.files.iter().any(|file| file.path == path);
-            let stale = info.files.iter().map(|file| file.path.as_str());
-            let stale: Vec<&str> = stale.filter(|path| (push.is_stale)(path) && !is_pushed(path)).collect();
-            if changed.is_empty() && stale.is_empty() {
-                return Ok(Pushed { commit: info.commit, url: self.page(repo)?, is_new: false });
+            if self.settings.token.is_none() {
+                return Err(HubError::NoToken { repo: repo.to_string() });
             }
-            let modes = self.preupload(repo, &changed).await?;
-            let large = changed.iter().zip(&modes).filter(|(_, mode)| **mode == Mode::Lfs).map(|(file, _)| *file);
-            stream::iter(large)
-                .map(Ok)
-                .try_for_each_concurrent(MAX_CONCURRENT, |file| self.upload(repo, file, progress))
-                .await?;
-            let lines = commit_lines(push, &changed, &modes, &stale).await?;
-            match self.commit(repo, lines).await {
-                Ok(commit) => {
-                    for (file, _) in changed.iter().zip(&modes).filter(|(_, mode)| **mode == Mode::Regular) {
-                        progress.moved(0, file.size_bytes());
-                    }
-                    return Ok(Pushed { commit, url: self.page(repo)?, is_new: true });
+            self.ensure_repo(push).await?;
+            let mut attempts = Attempts::new(self.settings.first_delay);
+            loop {
+                let info = self.branch(repo).await?;
+                if let Some(found) = info.files.iter().find(|file| (push.is_foreign)(&file.path)) {
+                    return Err(HubError::OtherContent { repo: repo.to_string(), path: found.path.clone() });
                 }
-                // The commit may have been made although its answer was lost; the next round then finds nothing to do.
-                Err(failed) => attempts.pause_after(failed).await.map_err(|error| of_write(error, repo, true))?,
+                progress.reset();
+                let changed = changed_files(push, &info, progress).await?;
+                let is_pushed = |path: &str| push.files.iter().any(|file| file.path == path);
+                let stale = info.files.iter().map(|file| file.path.as_str());
+                let stale: Vec<&str> = stale.filter(|path| (push.is_stale)(path) && !is_pushed(path)).collect();
+                if changed.is_empty() && stale.is_empty() {
+                    return Ok(Pushed { commit: info.commit, url: self.page(repo)?, is_new: false });
+                }
+                let modes = self.preupload(repo, &changed).await?;
+                let large = changed.iter().zip(&modes).filter(|(_, mode)| **mode == Mode::Lfs).map(|(file, _)| *file);
+                stream::iter(large)
+                    .map(Ok)
+                    .try_for_each_concurrent(MAX_CONCURRENT, |file| self.upload(repo, file, progress))
+                    .await?;
+                let lines = commit_lines(push, &changed, &modes, &stale).await?;
+                match self.commit(repo, lines).await {
+                    Ok(commit) => {
+                        for (file, _) in changed.iter().zip(&modes).filter(|(_, mode)| **mode == Mode::Regular) {
+                            progress.moved(0, file.size_bytes());
+                        }
+                        return Ok(Pushed { commit, url: self.page(repo)?, is_new: true });
+                    }
+                    // The commit may have been made although its answer was lost; the next round then finds nothing to do.
+                    Err(failed) => attempts.pause_after(failed).await.map_err(|error| of_write(error, repo, true))?,
+                }
             }
-        }
+        })
     }
 
     /// Creates the repository unless it exists.

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use futures::future::BoxFuture;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use reqwest::StatusCode;
 use reqwest::header::CONTENT_RANGE;
@@ -18,15 +19,17 @@ impl Hub {
     ///
     /// # Errors
     /// Fails for the same reasons as [`Hub::info`].
-    pub async fn read_ranges(
-        &self,
-        repo: &Repo,
-        commit: &str,
-        file: &RepoFile,
-        ranges: &[Range<u64>],
-    ) -> Result<Option<Vec<Vec<u8>>>, HubError> {
-        let read = stream::iter(ranges.iter().cloned().map(|range| self.read_range(repo, commit, file, range)));
-        read.buffered(MAX_CONCURRENT).try_collect::<Vec<_>>().await.map(|parts| parts.into_iter().collect())
+    pub fn read_ranges<'a>(
+        &'a self,
+        repo: &'a Repo,
+        commit: &'a str,
+        file: &'a RepoFile,
+        ranges: &'a [Range<u64>],
+    ) -> BoxFuture<'a, Result<Option<Vec<Vec<u8>>>, HubError>> {
+        Box::pin(async move {
+            let read = stream::iter(ranges.iter().cloned().map(|range| self.read_range(repo, commit, file, range)));
+            read.buffered(MAX_CONCURRENT).try_collect::<Vec<_>>().await.map(|parts| parts.into_iter().collect())
+        })
     }
 
     /// Checks with one request whether the Hub lets this client read a file of a repository. The list of a gated repository's files is
@@ -34,18 +37,25 @@ impl Hub {
     ///
     /// # Errors
     /// Fails with `Gated` or `NoRepository` when it may not, or like [`Hub::info`].
-    pub async fn check_access(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<(), HubError> {
-        let url = self.file_url(repo, commit, &file.path)?;
-        let mut attempts = Attempts::new(self.settings.first_delay);
-        loop {
-            // One byte is asked for, and not read.
-            match self.open_range(repo, &url, Some(commit), Some("bytes=0-0".to_owned())).await {
-                Ok(_) => return Ok(()),
-                // The Hub redirects to its CDN only after it has checked the token.
-                Err(failed) if failed.is_forbidden_by_cdn() => return Ok(()),
-                Err(failed) => attempts.pause_after(failed).await?,
+    pub fn check_access<'a>(
+        &'a self,
+        repo: &'a Repo,
+        commit: &'a str,
+        file: &'a RepoFile,
+    ) -> BoxFuture<'a, Result<(), HubError>> {
+        Box::pin(async move {
+            let url = self.file_url(repo, commit, &file.path)?;
+            let mut attempts = Attempts::new(self.settings.first_delay);
+            loop {
+                // One byte is asked for, and not read.
+                match self.open_range(repo, &url, Some(commit), Some("bytes=0-0".to_owned())).await {
+                    Ok(_) => return Ok(()),
+                    // The Hub redirects to its CDN only after it has checked the token.
+                    Err(failed) if failed.is_forbidden_by_cdn() => return Ok(()),
+                    Err(failed) => attempts.pause_after(failed).await?,
+                }
             }
-        }
+        })
     }
 
     async fn read_range(

@@ -1,5 +1,6 @@
 //! Imported PEFT adapters, whose files are in the data directory.
 
+use futures::future::BoxFuture;
 use serde_json::Value;
 use sqlx::sqlite::SqliteRow;
 
@@ -35,11 +36,13 @@ pub struct AdapterRow {
 impl Store {
     /// Creates the row of an adapter whose files are in place. Returns the new row and `true`, or the owner's existing row with the
     /// same bytes and `false` (the caller then removes the new files).
-    pub async fn adapter_create(&self, new: AdapterRow) -> Result<(AdapterRow, bool), StoreError> {
-        let doing = "store an uploaded adapter";
-        let AdapterRow { id, name, sha256, size_bytes, num_parameters, config, files, owner, created_at, origin } = new;
-        let mut tx = self.begin(doing).await?;
-        let created = sqlx::query(
+    pub fn adapter_create(&self, new: AdapterRow) -> BoxFuture<'_, Result<(AdapterRow, bool), StoreError>> {
+        Box::pin(async move {
+            let doing = "store an uploaded adapter";
+            let AdapterRow { id, name, sha256, size_bytes, num_parameters, config, files, owner, created_at, origin } =
+                new;
+            let mut tx = self.begin(doing).await?;
+            let created = sqlx::query(
             "INSERT INTO adapters (id, name, sha256, size_bytes, num_parameters, config, files, owner, created_at, origin) \
              VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (owner, sha256) DO NOTHING",
         )
@@ -56,14 +59,15 @@ impl Store {
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        let row = sqlx::query("SELECT * FROM adapters WHERE sha256 = ? AND owner = ?")
-            .bind(sha256)
-            .bind(owner)
-            .fetch_one(&mut *tx)
-            .await
-            .doing(doing)?;
-        self.commit(tx, doing).await?;
-        Ok((AdapterRow::read(&row)?, created.rows_affected() == 1))
+            let row = sqlx::query("SELECT * FROM adapters WHERE sha256 = ? AND owner = ?")
+                .bind(sha256)
+                .bind(owner)
+                .fetch_one(&mut *tx)
+                .await
+                .doing(doing)?;
+            self.commit(tx, doing).await?;
+            Ok((AdapterRow::read(&row)?, created.rows_affected() == 1))
+        })
     }
 
     /// Returns one adapter, or `NotFound`.

@@ -1,5 +1,6 @@
 //! API keys. The text of a key is shown once at creation, and only its hash is stored.
 
+use futures::future::BoxFuture;
 use sha2::{Digest, Sha256};
 use sqlx::sqlite::SqliteRow;
 use subtle::ConstantTimeEq;
@@ -82,28 +83,31 @@ pub fn random_text() -> std::io::Result<String> {
 
 impl Store {
     /// Creates a key. Returns its row and its text, which cannot be read again.
-    pub async fn api_key_create(&self, new: NewKey, now: i64) -> Result<(KeyRow, String), StoreError> {
-        let doing = "create an API key";
-        let NewKey { name, owner, scopes, expires_at } = new;
-        let random = random_text().map_err(|error| StoreError::Database { doing, source: sqlx::Error::Io(error) })?;
-        let text = format!("{KEY_PREFIX}{random}");
-        let id = KeyId::new();
-        let row = sqlx::query(
-            "INSERT INTO api_keys (id, name, owner, scopes, prefix, sha256, created_at, expires_at) \
+    pub fn api_key_create(&self, new: NewKey, now: i64) -> BoxFuture<'_, Result<(KeyRow, String), StoreError>> {
+        Box::pin(async move {
+            let doing = "create an API key";
+            let NewKey { name, owner, scopes, expires_at } = new;
+            let random =
+                random_text().map_err(|error| StoreError::Database { doing, source: sqlx::Error::Io(error) })?;
+            let text = format!("{KEY_PREFIX}{random}");
+            let id = KeyId::new();
+            let row = sqlx::query(
+                "INSERT INTO api_keys (id, name, owner, scopes, prefix, sha256, created_at, expires_at) \
              VALUES (?, ?, ?, ?, ?, ?, ?, ?) RETURNING *",
-        )
-        .bind(id.to_string())
-        .bind(name)
-        .bind(owner.unwrap_or_else(|| id.to_string()))
-        .bind(to_json("scopes", &scopes)?)
-        .bind(&text[..SHOWN_CHARS])
-        .bind(Sha256::digest(&text).to_vec())
-        .bind(now)
-        .bind(expires_at)
-        .fetch_one(&self.writer)
-        .await
-        .doing(doing)?;
-        Ok((KeyRow::read(&row)?, text))
+            )
+            .bind(id.to_string())
+            .bind(name)
+            .bind(owner.unwrap_or_else(|| id.to_string()))
+            .bind(to_json("scopes", &scopes)?)
+            .bind(&text[..SHOWN_CHARS])
+            .bind(Sha256::digest(&text).to_vec())
+            .bind(now)
+            .bind(expires_at)
+            .fetch_one(&self.writer)
+            .await
+            .doing(doing)?;
+            Ok((KeyRow::read(&row)?, text))
+        })
     }
 
     /// Returns the valid key with this text. The hashes are compared in constant time.
@@ -146,24 +150,26 @@ impl Store {
     }
 
     /// Revokes a key and ends every session that was opened with it. Repeating the call has no effect.
-    pub async fn api_key_revoke(&self, id: KeyId, now: i64) -> Result<KeyRow, StoreError> {
-        let doing = "revoke a key";
-        let mut tx = self.begin(doing).await?;
-        let row = sqlx::query("UPDATE api_keys SET revoked_at = COALESCE(revoked_at, ?) WHERE id = ? RETURNING *")
-            .bind(now)
-            .bind(id.to_string())
-            .fetch_optional(&mut *tx)
-            .await
-            .doing(doing)?
-            .ok_or_else(|| StoreError::NotFound { kind: "key", id: id.to_string() })?;
-        let row = KeyRow::read(&row)?;
-        sqlx::query("DELETE FROM sessions WHERE key_id = ?")
-            .bind(id.to_string())
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-        tx.commit().await.doing(doing)?;
-        Ok(row)
+    pub fn api_key_revoke(&self, id: KeyId, now: i64) -> BoxFuture<'_, Result<KeyRow, StoreError>> {
+        Box::pin(async move {
+            let doing = "revoke a key";
+            let mut tx = self.begin(doing).await?;
+            let row = sqlx::query("UPDATE api_keys SET revoked_at = COALESCE(revoked_at, ?) WHERE id = ? RETURNING *")
+                .bind(now)
+                .bind(id.to_string())
+                .fetch_optional(&mut *tx)
+                .await
+                .doing(doing)?
+                .ok_or_else(|| StoreError::NotFound { kind: "key", id: id.to_string() })?;
+            let row = KeyRow::read(&row)?;
+            sqlx::query("DELETE FROM sessions WHERE key_id = ?")
+                .bind(id.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            tx.commit().await.doing(doing)?;
+            Ok(row)
+        })
     }
 
     /// Records the time at which an API key was used.

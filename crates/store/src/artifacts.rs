@@ -1,5 +1,6 @@
 //! Checkpoints: published rows that refer to complete files. The files are written first, then the row.
 
+use futures::future::BoxFuture;
 use rlood_types::webhooks::message::CheckpointDetail;
 use serde_json::json;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -70,79 +71,81 @@ pub struct Publication {
 impl Store {
     /// Publishes a checkpoint and rotates older ones. The newest `keep_last` and the best `keep_best` of the job's plan and all
     /// pinned ones are kept. `LeaseLost` if the attempt does not own the job.
-    pub async fn checkpoint_publish(
-        &self,
-        checkpoint: PublishCheckpoint<'_>,
+    pub fn checkpoint_publish<'a>(
+        &'a self,
+        checkpoint: PublishCheckpoint<'a>,
         now: i64,
-    ) -> Result<Publication, StoreError> {
-        let doing = "publish a checkpoint";
-        let PublishCheckpoint { job, attempt, step, files, metrics, temporary } = checkpoint;
-        let mut tx = self.begin(doing).await?;
-        let row = owned_row(&mut tx, job, attempt).await?;
-        let keep = row.plan()?.checkpoints;
-        let known = checkpoints(&mut tx, job).await?.into_iter().find(|known| known.step == step);
-        let mut removed = Vec::new();
-        match known {
-            // The worker repeats this call if the response to the first one was lost.
-            Some(known) if known.attempt == attempt => return Ok(Publication { id: known.id, removed }),
-            Some(known) => removed.push(known),
-            None => {}
-        }
-        delete_rows(&mut tx, &removed).await?;
-        let id = CheckpointId::new();
-        sqlx::query(
-            "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, pinned, temporary, created_at) \
+    ) -> BoxFuture<'a, Result<Publication, StoreError>> {
+        Box::pin(async move {
+            let doing = "publish a checkpoint";
+            let PublishCheckpoint { job, attempt, step, files, metrics, temporary } = checkpoint;
+            let mut tx = self.begin(doing).await?;
+            let row = owned_row(&mut tx, job, attempt).await?;
+            let keep = row.plan()?.checkpoints;
+            let known = checkpoints(&mut tx, job).await?.into_iter().find(|known| known.step == step);
+            let mut removed = Vec::new();
+            match known {
+                // The worker repeats this call if the response to the first one was lost.
+                Some(known) if known.attempt == attempt => return Ok(Publication { id: known.id, removed }),
+                Some(known) => removed.push(known),
+                None => {}
+            }
+            delete_rows(&mut tx, &removed).await?;
+            let id = CheckpointId::new();
+            sqlx::query(
+                "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, pinned, temporary, created_at) \
              VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        )
-        .bind(id.to_string())
-        .bind(job.to_string())
-        .bind(int(step))
-        .bind(int(attempt))
-        .bind(to_json("files", &files)?)
-        .bind(to_json("metrics", metrics)?)
-        // A checkpoint that is written again (after a rewind) is still the same one, so its pin is kept.
-        .bind(removed.iter().any(|old| old.pinned))
-        .bind(temporary)
-        .bind(now)
-        .execute(&mut *tx)
-        .await
-        .doing(doing)?;
-        let rows = checkpoints(&mut tx, job).await?;
-        let ranked = ranked(&rows, &keep);
-        let best = ranked.first().map(|row| row.id);
-        let keep_best = keep.keep_best as usize;
-        // Temporary checkpoints do not count toward `keep_last` and `keep_best`. All but the newest temporary one are removed.
-        let newest = rows.iter().filter(|row| !row.temporary).take(keep.keep_last as usize).map(|row| row.id);
-        let newest: Vec<CheckpointId> = newest.collect();
-        let surplus: Vec<CheckpointRow> = rows
-            .iter()
-            .filter(|row| {
-                // Rotation keeps the checkpoint that was just published, whatever the plan says.
-                let recent = newest.contains(&row.id) || row.id == id;
-                !(recent || row.pinned || ranked.iter().take(keep_best).any(|best| best.id == row.id))
-            })
-            .cloned()
-            .collect();
-        delete_rows(&mut tx, &surplus).await?;
-        removed.extend(surplus);
-        sqlx::query("UPDATE checkpoints SET best = (id = ?) WHERE job_id = ?")
-            .bind(best.map(|best| best.to_string()).unwrap_or_default())
+            )
+            .bind(id.to_string())
             .bind(job.to_string())
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-        sqlx::query("UPDATE jobs SET step = MAX(step, ?) WHERE id = ?")
             .bind(int(step))
-            .bind(job.to_string())
+            .bind(int(attempt))
+            .bind(to_json("files", &files)?)
+            .bind(to_json("metrics", metrics)?)
+            // A checkpoint that is written again (after a rewind) is still the same one, so its pin is kept.
+            .bind(removed.iter().any(|old| old.pinned))
+            .bind(temporary)
+            .bind(now)
             .execute(&mut *tx)
             .await
             .doing(doing)?;
-        journal_trim(&mut tx, job, step).await?;
-        let data = CheckpointDetail { checkpoint: id, step, best: best == Some(id) };
-        event_insert(&mut tx, job, "checkpoint.saved", now, data).await?;
-        self.commit(tx, doing).await?;
-        self.wake_job(job);
-        Ok(Publication { id, removed })
+            let rows = checkpoints(&mut tx, job).await?;
+            let ranked = ranked(&rows, &keep);
+            let best = ranked.first().map(|row| row.id);
+            let keep_best = keep.keep_best as usize;
+            // Temporary checkpoints do not count toward `keep_last` and `keep_best`. All but the newest temporary one are removed.
+            let newest = rows.iter().filter(|row| !row.temporary).take(keep.keep_last as usize).map(|row| row.id);
+            let newest: Vec<CheckpointId> = newest.collect();
+            let surplus: Vec<CheckpointRow> = rows
+                .iter()
+                .filter(|row| {
+                    // Rotation keeps the checkpoint that was just published, whatever the plan says.
+                    let recent = newest.contains(&row.id) || row.id == id;
+                    !(recent || row.pinned || ranked.iter().take(keep_best).any(|best| best.id == row.id))
+                })
+                .cloned()
+                .collect();
+            delete_rows(&mut tx, &surplus).await?;
+            removed.extend(surplus);
+            sqlx::query("UPDATE checkpoints SET best = (id = ?) WHERE job_id = ?")
+                .bind(best.map(|best| best.to_string()).unwrap_or_default())
+                .bind(job.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            sqlx::query("UPDATE jobs SET step = MAX(step, ?) WHERE id = ?")
+                .bind(int(step))
+                .bind(job.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            journal_trim(&mut tx, job, step).await?;
+            let data = CheckpointDetail { checkpoint: id, step, best: best == Some(id) };
+            event_insert(&mut tx, job, "checkpoint.saved", now, data).await?;
+            self.commit(tx, doing).await?;
+            self.wake_job(job);
+            Ok(Publication { id, removed })
+        })
     }
 
     /// Returns one checkpoint, or `NotFound`.
@@ -182,29 +185,36 @@ impl Store {
 
     /// Pins a checkpoint so that rotation keeps it, or unpins it (which takes effect at the next publication). Repeating
     /// the call has no effect.
-    pub async fn checkpoint_pin(&self, id: CheckpointId, pinned: bool, now: i64) -> Result<CheckpointRow, StoreError> {
-        let doing = "pin a checkpoint";
-        let mut tx = self.begin(doing).await?;
-        let changed = sqlx::query("UPDATE checkpoints SET pinned = ?1 WHERE id = ?2 AND pinned <> ?1")
-            .bind(pinned)
-            .bind(id.to_string())
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-        let row = sqlx::query("SELECT * FROM checkpoints WHERE id = ?")
-            .bind(id.to_string())
-            .fetch_optional(&mut *tx)
-            .await
-            .doing(doing)?
-            .ok_or_else(|| StoreError::NotFound { kind: "checkpoint", id: id.to_string() })?;
-        let row = CheckpointRow::read(&row)?;
-        if changed.rows_affected() > 0 {
-            let kind = if pinned { "checkpoint.pinned" } else { "checkpoint.unpinned" };
-            event_insert(&mut tx, row.job, kind, now, json!({ "checkpoint": id, "step": row.step })).await?;
-        }
-        self.commit(tx, doing).await?;
-        self.wake_job(row.job);
-        Ok(row)
+    pub fn checkpoint_pin(
+        &self,
+        id: CheckpointId,
+        pinned: bool,
+        now: i64,
+    ) -> BoxFuture<'_, Result<CheckpointRow, StoreError>> {
+        Box::pin(async move {
+            let doing = "pin a checkpoint";
+            let mut tx = self.begin(doing).await?;
+            let changed = sqlx::query("UPDATE checkpoints SET pinned = ?1 WHERE id = ?2 AND pinned <> ?1")
+                .bind(pinned)
+                .bind(id.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            let row = sqlx::query("SELECT * FROM checkpoints WHERE id = ?")
+                .bind(id.to_string())
+                .fetch_optional(&mut *tx)
+                .await
+                .doing(doing)?
+                .ok_or_else(|| StoreError::NotFound { kind: "checkpoint", id: id.to_string() })?;
+            let row = CheckpointRow::read(&row)?;
+            if changed.rows_affected() > 0 {
+                let kind = if pinned { "checkpoint.pinned" } else { "checkpoint.unpinned" };
+                event_insert(&mut tx, row.job, kind, now, json!({ "checkpoint": id, "step": row.step })).await?;
+            }
+            self.commit(tx, doing).await?;
+            self.wake_job(row.job);
+            Ok(row)
+        })
     }
 
     /// Returns `(job, step, attempt)` of every published checkpoint, whose files the cleanup at server start must keep.

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 
+use futures::future::BoxFuture;
 use rlood_types::webhooks::message::{
     CancelledDetail, FailedDetail, PausedDetail, QueuedDetail, StartedDetail, SucceededDetail,
 };
@@ -104,86 +105,95 @@ impl Store {
     /// Claims the next job of the queue (highest priority, then first come) for this worker; `None` if the queue is empty. Rows
     /// that a former attempt wrote after the newest checkpoint are removed, which the event `rewind` reports. A worker runs one job
     /// at a time: a job that it held before returns to the queue. `NotFound` if the worker has to register (again).
-    pub async fn job_claim(&self, worker: WorkerId, now: i64, lease_ms: i64) -> Result<Option<Claimed>, StoreError> {
-        let doing = "claim a job";
-        let mut tx = self.begin(doing).await?;
-        worker_touch(&mut tx, worker, now).await?;
-        let mut changed = Vec::new();
-        for held in jobs_of_worker(&mut tx, worker).await? {
-            job_release(&mut tx, &held, Charge::Failed("claim_abandoned"), now).await?;
-            changed.push(held.id);
-        }
-        let claimed = loop {
-            let next = sqlx::query(NEXT_JOB).bind(now).bind(LONGEST_PAUSE_MS).bind(worker.to_string());
-            let next = next.fetch_optional(&mut *tx).await.doing(doing)?;
-            let Some(next) = next else { break None };
-            let row = JobRow::read(&next)?;
-            changed.push(row.id);
-            match (row.plan(), json_column(&next, "secrets")) {
-                (Ok(plan), Ok(secrets)) => {
-                    break Some(claim_row(&mut tx, &row, plan, secrets, worker, now, lease_ms).await?);
-                }
-                // A job whose plan cannot be parsed fails, so that it does not block the queue.
-                (Err(_), _) | (_, Err(_)) => {
-                    let failure = Failure {
-                        class: FailureClass::Infra,
-                        code: "plan_unreadable".to_owned(),
-                        message: "the stored plan of this job cannot be read by this version".to_owned(),
-                        phase: None,
-                        step: None,
-                        suggestion: Some("submit the job again".to_owned()),
-                    };
-                    job_fail(&mut tx, &row, failure, now).await?;
-                }
+    pub fn job_claim(
+        &self,
+        worker: WorkerId,
+        now: i64,
+        lease_ms: i64,
+    ) -> BoxFuture<'_, Result<Option<Claimed>, StoreError>> {
+        Box::pin(async move {
+            let doing = "claim a job";
+            let mut tx = self.begin(doing).await?;
+            worker_touch(&mut tx, worker, now).await?;
+            let mut changed = Vec::new();
+            for held in jobs_of_worker(&mut tx, worker).await? {
+                job_release(&mut tx, &held, Charge::Failed("claim_abandoned"), now).await?;
+                changed.push(held.id);
             }
-        };
-        self.commit(tx, doing).await?;
-        changed.into_iter().for_each(|job| self.wake_job(job));
-        Ok(claimed)
+            let claimed = loop {
+                let next = sqlx::query(NEXT_JOB).bind(now).bind(LONGEST_PAUSE_MS).bind(worker.to_string());
+                let next = next.fetch_optional(&mut *tx).await.doing(doing)?;
+                let Some(next) = next else { break None };
+                let row = JobRow::read(&next)?;
+                changed.push(row.id);
+                match (row.plan(), json_column(&next, "secrets")) {
+                    (Ok(plan), Ok(secrets)) => {
+                        break Some(claim_row(&mut tx, &row, plan, secrets, worker, now, lease_ms).await?);
+                    }
+                    // A job whose plan cannot be parsed fails, so that it does not block the queue.
+                    (Err(_), _) | (_, Err(_)) => {
+                        let failure = Failure {
+                            class: FailureClass::Infra,
+                            code: "plan_unreadable".to_owned(),
+                            message: "the stored plan of this job cannot be read by this version".to_owned(),
+                            phase: None,
+                            step: None,
+                            suggestion: Some("submit the job again".to_owned()),
+                        };
+                        job_fail(&mut tx, &row, failure, now).await?;
+                    }
+                }
+            };
+            self.commit(tx, doing).await?;
+            changed.into_iter().for_each(|job| self.wake_job(job));
+            Ok(claimed)
+        })
     }
 
     /// Discards the damaged or unreadable checkpoint from which an attempt should resume: removes its row, rewinds further, and
     /// returns the next older one. A fork that continued another job's checkpoint and has no older one fails, because from step 0
     /// it would be a different run. The claim then ends with `LeaseLost`.
-    pub async fn claim_discard_checkpoint(
+    pub fn claim_discard_checkpoint(
         &self,
         job: JobId,
         attempt: u64,
         checkpoint: CheckpointId,
         damage: Damage,
         now: i64,
-    ) -> Result<Option<CheckpointRow>, StoreError> {
-        let doing = "discard a damaged checkpoint";
-        let mut tx = self.begin(doing).await?;
-        let row = owned_row(&mut tx, job, attempt).await?;
-        let step: Option<i64> =
-            sqlx::query_scalar("DELETE FROM checkpoints WHERE id = ? AND job_id = ? RETURNING step")
-                .bind(checkpoint.to_string())
-                .bind(job.to_string())
-                .fetch_optional(&mut *tx)
-                .await
-                .doing(doing)?;
-        let resume = latest_checkpoint(&mut tx, job).await?;
-        if let (Some(step), None) = (step, &resume)
-            && continues_another(&mut tx, job).await?
-        {
-            job_fail(&mut tx, &row, nothing_to_continue(step), now).await?;
+    ) -> BoxFuture<'_, Result<Option<CheckpointRow>, StoreError>> {
+        Box::pin(async move {
+            let doing = "discard a damaged checkpoint";
+            let mut tx = self.begin(doing).await?;
+            let row = owned_row(&mut tx, job, attempt).await?;
+            let step: Option<i64> =
+                sqlx::query_scalar("DELETE FROM checkpoints WHERE id = ? AND job_id = ? RETURNING step")
+                    .bind(checkpoint.to_string())
+                    .bind(job.to_string())
+                    .fetch_optional(&mut *tx)
+                    .await
+                    .doing(doing)?;
+            let resume = latest_checkpoint(&mut tx, job).await?;
+            if let (Some(step), None) = (step, &resume)
+                && continues_another(&mut tx, job).await?
+            {
+                job_fail(&mut tx, &row, nothing_to_continue(step), now).await?;
+                self.commit(tx, doing).await?;
+                self.wake_job(job);
+                return Err(StoreError::LeaseLost);
+            }
+            if let Some(step) = step {
+                let data = json!({
+                    "code": "checkpoint_damaged",
+                    "message": format!("the checkpoint of step {step} {}: resuming from an older one", damage.as_text()),
+                    "data": { "checkpoint": checkpoint, "step": step },
+                });
+                event_insert(&mut tx, job, "warning", now, data).await?;
+            }
+            rewind(&mut tx, job, resume.as_ref(), now).await?;
             self.commit(tx, doing).await?;
             self.wake_job(job);
-            return Err(StoreError::LeaseLost);
-        }
-        if let Some(step) = step {
-            let data = json!({
-                "code": "checkpoint_damaged",
-                "message": format!("the checkpoint of step {step} {}: resuming from an older one", damage.as_text()),
-                "data": { "checkpoint": checkpoint, "step": step },
-            });
-            event_insert(&mut tx, job, "warning", now, data).await?;
-        }
-        rewind(&mut tx, job, resume.as_ref(), now).await?;
-        self.commit(tx, doing).await?;
-        self.wake_job(job);
-        Ok(resume)
+            Ok(resume)
+        })
     }
 
     /// Extends the lease of a claim and returns the user's pending request to cancel or pause the job. `LeaseLost` if the attempt
@@ -229,85 +239,93 @@ impl Store {
 
     /// Ends an attempt. A user's request that arrived in the meantime takes effect: an interrupted job with a pending cancel or
     /// pause becomes cancelled or paused, and a job that stopped for a pause that was withdrawn is queued again.
-    pub async fn job_finish(&self, job: JobId, attempt: u64, outcome: Outcome, now: i64) -> Result<(), StoreError> {
-        let doing = "finish a job";
-        let mut tx = self.begin(doing).await?;
-        let row = owned_row(&mut tx, job, attempt).await?;
-        let cancel = row.requested == Some(Requested::Cancel);
-        let pause = row.requested == Some(Requested::Pause);
-        match outcome {
-            Outcome::Succeeded => {
-                let data = SucceededDetail { step: row.step, ending: row.ending.clone() };
-                let status_reason = row.ending.as_ref().map(|_| "early_stopping".to_owned());
-                job_transition(
-                    &mut tx,
-                    &row,
-                    Transition { status_reason, ..Transition::to(State::Succeeded) },
-                    "job.succeeded",
-                    data,
-                    now,
-                )
-                .await?;
-                if self.judges
-                    && let Some(judged) = judged_checkpoint(&mut tx, &row).await?
-                    && let Some(task) = verdict_begin(&mut tx, job, &row.plan()?, judged, now).await?
-                {
-                    let data = json!({"id": task.id, "checkpoint_id": task.checkpoint, "step": task.step});
-                    event_insert(&mut tx, job, &task.event(), now, data).await?;
+    pub fn job_finish(
+        &self,
+        job: JobId,
+        attempt: u64,
+        outcome: Outcome,
+        now: i64,
+    ) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(async move {
+            let doing = "finish a job";
+            let mut tx = self.begin(doing).await?;
+            let row = owned_row(&mut tx, job, attempt).await?;
+            let cancel = row.requested == Some(Requested::Cancel);
+            let pause = row.requested == Some(Requested::Pause);
+            match outcome {
+                Outcome::Succeeded => {
+                    let data = SucceededDetail { step: row.step, ending: row.ending.clone() };
+                    let status_reason = row.ending.as_ref().map(|_| "early_stopping".to_owned());
+                    job_transition(
+                        &mut tx,
+                        &row,
+                        Transition { status_reason, ..Transition::to(State::Succeeded) },
+                        "job.succeeded",
+                        data,
+                        now,
+                    )
+                    .await?;
+                    if self.judges
+                        && let Some(judged) = judged_checkpoint(&mut tx, &row).await?
+                        && let Some(task) = verdict_begin(&mut tx, job, &row.plan()?, judged, now).await?
+                    {
+                        let data = json!({"id": task.id, "checkpoint_id": task.checkpoint, "step": task.step});
+                        event_insert(&mut tx, job, &task.event(), now, data).await?;
+                    }
                 }
-            }
-            Outcome::Failed { failure } => match failure.may_pass() {
-                // A failure of the machine counts like a lost worker and the job is queued again; after the last attempt, the job
-                // fails with this failure.
-                Some(code) if row.failed_attempts + 1 < MAX_FAILED_ATTEMPTS || progress(&mut tx, &row).await?.0 => {
-                    job_release(&mut tx, &row, Charge::Failed(code), now).await?;
+                Outcome::Failed { failure } => match failure.may_pass() {
+                    // A failure of the machine counts like a lost worker and the job is queued again; after the last attempt, the job
+                    // fails with this failure.
+                    Some(code) if row.failed_attempts + 1 < MAX_FAILED_ATTEMPTS || progress(&mut tx, &row).await?.0 => {
+                        job_release(&mut tx, &row, Charge::Failed(code), now).await?;
+                    }
+                    Some(_) | None => job_fail(&mut tx, &row, failure, now).await?,
+                },
+                // A pause that the user requested is recorded as such, even if the job would have paused for another reason. Only the
+                // user can end it.
+                Outcome::Paused { reason: Some(reason) } if !cancel && !pause => {
+                    let data = PausedDetail { reason: Some(reason.clone()) };
+                    let transition = Transition { status_reason: Some(reason), ..Transition::to(State::Paused) };
+                    job_transition(&mut tx, &row, transition, "job.paused", data, now).await?;
                 }
-                Some(_) | None => job_fail(&mut tx, &row, failure, now).await?,
-            },
-            // A pause that the user requested is recorded as such, even if the job would have paused for another reason. Only the
-            // user can end it.
-            Outcome::Paused { reason: Some(reason) } if !cancel && !pause => {
-                let data = PausedDetail { reason: Some(reason.clone()) };
-                let transition = Transition { status_reason: Some(reason), ..Transition::to(State::Paused) };
-                job_transition(&mut tx, &row, transition, "job.paused", data, now).await?;
+                Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted if pause => {
+                    let data = PausedDetail { reason: row.requested_reason.clone() };
+                    let transition =
+                        Transition { status_reason: row.requested_reason.clone(), ..Transition::to(State::Paused) };
+                    job_transition(&mut tx, &row, transition, "job.paused", data, now).await?;
+                }
+                Outcome::Cancelled | Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted if cancel => {
+                    job_transition(
+                        &mut tx,
+                        &row,
+                        Transition::to(State::Cancelled),
+                        "job.cancelled",
+                        CancelledDetail {},
+                        now,
+                    )
+                    .await?;
+                }
+                Outcome::Cancelled => {
+                    job_transition(
+                        &mut tx,
+                        &row,
+                        Transition::to(State::Cancelled),
+                        "job.cancelled",
+                        CancelledDetail {},
+                        now,
+                    )
+                    .await?;
+                }
+                Outcome::Paused { .. } => job_release(&mut tx, &row, Charge::Free("pause_taken_back"), now).await?,
+                Outcome::Requeued => job_release(&mut tx, &row, Charge::Free("worker_shutdown"), now).await?,
+                Outcome::Preempted => job_release(&mut tx, &row, Charge::Free("preempted"), now).await?,
             }
-            Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted if pause => {
-                let data = PausedDetail { reason: row.requested_reason.clone() };
-                let transition =
-                    Transition { status_reason: row.requested_reason.clone(), ..Transition::to(State::Paused) };
-                job_transition(&mut tx, &row, transition, "job.paused", data, now).await?;
-            }
-            Outcome::Cancelled | Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted if cancel => {
-                job_transition(
-                    &mut tx,
-                    &row,
-                    Transition::to(State::Cancelled),
-                    "job.cancelled",
-                    CancelledDetail {},
-                    now,
-                )
-                .await?;
-            }
-            Outcome::Cancelled => {
-                job_transition(
-                    &mut tx,
-                    &row,
-                    Transition::to(State::Cancelled),
-                    "job.cancelled",
-                    CancelledDetail {},
-                    now,
-                )
-                .await?;
-            }
-            Outcome::Paused { .. } => job_release(&mut tx, &row, Charge::Free("pause_taken_back"), now).await?,
-            Outcome::Requeued => job_release(&mut tx, &row, Charge::Free("worker_shutdown"), now).await?,
-            Outcome::Preempted => job_release(&mut tx, &row, Charge::Free("preempted"), now).await?,
-        }
-        self.commit(tx, doing).await?;
-        self.wake_job(job);
-        self.wake_queue();
-        self.wake_tasks();
-        Ok(())
+            self.commit(tx, doing).await?;
+            self.wake_job(job);
+            self.wake_queue();
+            self.wake_tasks();
+            Ok(())
+        })
     }
 
     /// Takes every job whose lease has expired from its worker; returns these jobs.
@@ -536,47 +554,49 @@ pub(super) async fn job_release(
 }
 
 /// Takes a running job from its worker as [`job_release`] does; `detail` is how the worker's process ended, if the server saw it.
-pub(super) async fn job_release_seen(
-    tx: &mut SqliteConnection,
-    row: &JobRow,
+pub(super) fn job_release_seen<'a>(
+    tx: &'a mut SqliteConnection,
+    row: &'a JobRow,
     charge: Charge,
-    detail: Option<&str>,
+    detail: Option<&'a str>,
     now: i64,
-) -> Result<(), StoreError> {
-    if row.requested == Some(Requested::Cancel) {
-        return job_transition(tx, row, Transition::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now)
-            .await;
-    }
-    let (progressed, _) = progress(tx, row).await?;
-    let (reason, failed) = match charge {
-        Charge::Failed(reason) => (reason, true),
-        Charge::Free(reason) => (reason, false),
-    };
-    let failed_attempts = if progressed { 0 } else { row.failed_attempts + u32::from(failed) };
-    // If the worker stopped for a pause that the user withdrew, this does not count as the end of an attempt.
-    if reason != "pause_taken_back" {
-        end_store(tx, row, End { reason, detail, failed, progressed }, now).await?;
-    }
-    if row.requested == Some(Requested::Pause) {
-        let status_reason = row.requested_reason.clone();
-        let data = PausedDetail { reason: status_reason.clone() };
-        let transition =
-            Transition { failed_attempts: Some(failed_attempts), status_reason, ..Transition::to(State::Paused) };
-        return job_transition(tx, row, transition, "job.paused", data, now).await;
-    }
-    if failed && let Some(failure) = failure_after(tx, row, failed_attempts).await? {
-        return job_fail(tx, row, failure, now).await;
-    }
-    let transition = Transition { failed_attempts: Some(failed_attempts), ..Transition::to(State::Queued) };
-    let data = QueuedDetail {
-        reason: Some(reason.to_owned()),
-        failed_attempts: Some(failed_attempts),
-        phase: row.phase,
-        step: Some(row.step),
-        memory_bytes: row.memory_bytes,
-        ..QueuedDetail::default()
-    };
-    job_transition(tx, row, transition, "job.requeued", data, now).await
+) -> BoxFuture<'a, Result<(), StoreError>> {
+    Box::pin(async move {
+        if row.requested == Some(Requested::Cancel) {
+            return job_transition(tx, row, Transition::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now)
+                .await;
+        }
+        let (progressed, _) = progress(tx, row).await?;
+        let (reason, failed) = match charge {
+            Charge::Failed(reason) => (reason, true),
+            Charge::Free(reason) => (reason, false),
+        };
+        let failed_attempts = if progressed { 0 } else { row.failed_attempts + u32::from(failed) };
+        // If the worker stopped for a pause that the user withdrew, this does not count as the end of an attempt.
+        if reason != "pause_taken_back" {
+            end_store(tx, row, End { reason, detail, failed, progressed }, now).await?;
+        }
+        if row.requested == Some(Requested::Pause) {
+            let status_reason = row.requested_reason.clone();
+            let data = PausedDetail { reason: status_reason.clone() };
+            let transition =
+                Transition { failed_attempts: Some(failed_attempts), status_reason, ..Transition::to(State::Paused) };
+            return job_transition(tx, row, transition, "job.paused", data, now).await;
+        }
+        if failed && let Some(failure) = failure_after(tx, row, failed_attempts).await? {
+            return job_fail(tx, row, failure, now).await;
+        }
+        let transition = Transition { failed_attempts: Some(failed_attempts), ..Transition::to(State::Queued) };
+        let data = QueuedDetail {
+            reason: Some(reason.to_owned()),
+            failed_attempts: Some(failed_attempts),
+            phase: row.phase,
+            step: Some(row.step),
+            memory_bytes: row.memory_bytes,
+            ..QueuedDetail::default()
+        };
+        job_transition(tx, row, transition, "job.requeued", data, now).await
+    })
 }
 
 pub(super) async fn job_fail(

@@ -2,6 +2,7 @@
 //!
 //! The plan of such a job is provisional, because it depends on the rows. The server replaces it once the rows are stored.
 
+use futures::future::BoxFuture;
 use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
@@ -193,29 +194,36 @@ impl Store {
     }
 
     /// Marks a download as failed. Jobs that wait for the dataset fail with this problem.
-    pub async fn dataset_download_failed(&self, id: DatasetId, problem: &str, now: i64) -> Result<(), StoreError> {
-        let doing = "mark the download of a dataset as failed";
-        let mut tx = self.begin(doing).await?;
-        let done = sqlx::query(
-            "UPDATE dataset_downloads SET state = 'failed', problem = ? WHERE id = ? AND state = 'downloading'",
-        )
-        .bind(problem)
-        .bind(id.to_string())
-        .execute(&mut *tx)
-        .await
-        .doing(doing)?;
-        if done.rows_affected() == 0 {
-            return Ok(());
-        }
-        let waiting = jobs_waiting_for(&mut tx, id).await?;
-        for job in &waiting {
-            let message = format!("the dataset '{id}' could not be imported from the hub: {problem}");
-            let suggestion = "fix this problem, then submit the job again";
-            job_fail(&mut tx, job, failure("dataset_download_failed", message, suggestion), now).await?;
-        }
-        self.commit(tx, doing).await?;
-        waiting.iter().for_each(|job| self.wake_job(job.id));
-        Ok(())
+    pub fn dataset_download_failed<'a>(
+        &'a self,
+        id: DatasetId,
+        problem: &'a str,
+        now: i64,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move {
+            let doing = "mark the download of a dataset as failed";
+            let mut tx = self.begin(doing).await?;
+            let done = sqlx::query(
+                "UPDATE dataset_downloads SET state = 'failed', problem = ? WHERE id = ? AND state = 'downloading'",
+            )
+            .bind(problem)
+            .bind(id.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+            if done.rows_affected() == 0 {
+                return Ok(());
+            }
+            let waiting = jobs_waiting_for(&mut tx, id).await?;
+            for job in &waiting {
+                let message = format!("the dataset '{id}' could not be imported from the hub: {problem}");
+                let suggestion = "fix this problem, then submit the job again";
+                job_fail(&mut tx, job, failure("dataset_download_failed", message, suggestion), now).await?;
+            }
+            self.commit(tx, doing).await?;
+            waiting.iter().for_each(|job| self.wake_job(job.id));
+            Ok(())
+        })
     }
 
     /// Returns the jobs whose plan is provisional and whose datasets are all downloaded.
@@ -245,10 +253,17 @@ impl Store {
     }
 
     /// Replaces the provisional plan of a job that waits, so that it can start. Does nothing if the job has ended meanwhile.
-    pub async fn job_planned(&self, id: JobId, document: &Value, plan: &Plan, now: i64) -> Result<(), StoreError> {
-        let doing = "store the plan of a job";
-        let mut tx = self.begin(doing).await?;
-        let done = sqlx::query(
+    pub fn job_planned<'a>(
+        &'a self,
+        id: JobId,
+        document: &'a Value,
+        plan: &'a Plan,
+        now: i64,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move {
+            let doing = "store the plan of a job";
+            let mut tx = self.begin(doing).await?;
+            let done = sqlx::query(
             "UPDATE jobs SET waits_for_data = 0, spec = ?, plan = ?, total_steps = ?, status_reason = CASE status_reason \
              WHEN ? THEN (SELECT ? FROM models WHERE models.state = 'downloading' AND (models.id = jobs.model OR models.id IN \
              (SELECT key FROM json_each(jobs.plan, '$.reward_models')))) \
@@ -263,20 +278,21 @@ impl Store {
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        if done.rows_affected() == 0 {
-            return Ok(());
-        }
-        sqlx::query("DELETE FROM job_datasets WHERE job_id = ?")
-            .bind(id.to_string())
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-        insert_datasets(&mut tx, id, datasets_of(plan)).await?;
-        event_insert(&mut tx, id, "job.planned", now, json!({"total_steps": plan.total_steps()})).await?;
-        self.commit(tx, doing).await?;
-        self.wake_job(id);
-        self.wake_queue();
-        Ok(())
+            if done.rows_affected() == 0 {
+                return Ok(());
+            }
+            sqlx::query("DELETE FROM job_datasets WHERE job_id = ?")
+                .bind(id.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            insert_datasets(&mut tx, id, datasets_of(plan)).await?;
+            event_insert(&mut tx, id, "job.planned", now, json!({"total_steps": plan.total_steps()})).await?;
+            self.commit(tx, doing).await?;
+            self.wake_job(id);
+            self.wake_queue();
+            Ok(())
+        })
     }
 
     /// Adds warnings to the events of a job: a code and a message each.

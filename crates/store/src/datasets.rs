@@ -1,5 +1,6 @@
 //! Datasets: immutable rows that refer to NDJSON files.
 
+use futures::future::BoxFuture;
 use serde_json::Value;
 use sqlx::sqlite::SqliteRow;
 
@@ -62,33 +63,35 @@ pub struct DatasetFilter<'f> {
 impl Store {
     /// Creates the row of a dataset. Returns the new row and `true`, or the owner's existing row with the same bytes and `false`
     /// (the caller then removes the new file).
-    pub async fn dataset_create(&self, new: NewDataset, now: i64) -> Result<(DatasetRow, bool), StoreError> {
-        let doing = "create a dataset";
-        let NewDataset { id, name, sha256, num_rows, size_bytes, columns, owner } = new;
-        let mut tx = self.begin(doing).await?;
-        let created = sqlx::query(
-            "INSERT INTO datasets (id, name, sha256, num_rows, size_bytes, columns, owner, created_at) \
+    pub fn dataset_create(&self, new: NewDataset, now: i64) -> BoxFuture<'_, Result<(DatasetRow, bool), StoreError>> {
+        Box::pin(async move {
+            let doing = "create a dataset";
+            let NewDataset { id, name, sha256, num_rows, size_bytes, columns, owner } = new;
+            let mut tx = self.begin(doing).await?;
+            let created = sqlx::query(
+                "INSERT INTO datasets (id, name, sha256, num_rows, size_bytes, columns, owner, created_at) \
              VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (owner, sha256) DO NOTHING",
-        )
-        .bind(id.to_string())
-        .bind(name)
-        .bind(&sha256)
-        .bind(int(num_rows))
-        .bind(int(size_bytes))
-        .bind(to_json("columns", &columns)?)
-        .bind(&owner)
-        .bind(now)
-        .execute(&mut *tx)
-        .await
-        .doing(doing)?;
-        let row = sqlx::query("SELECT * FROM datasets WHERE sha256 = ? AND owner = ?")
-            .bind(sha256)
-            .bind(owner)
-            .fetch_one(&mut *tx)
+            )
+            .bind(id.to_string())
+            .bind(name)
+            .bind(&sha256)
+            .bind(int(num_rows))
+            .bind(int(size_bytes))
+            .bind(to_json("columns", &columns)?)
+            .bind(&owner)
+            .bind(now)
+            .execute(&mut *tx)
             .await
             .doing(doing)?;
-        self.commit(tx, doing).await?;
-        Ok((DatasetRow::read(&row)?, created.rows_affected() == 1))
+            let row = sqlx::query("SELECT * FROM datasets WHERE sha256 = ? AND owner = ?")
+                .bind(sha256)
+                .bind(owner)
+                .fetch_one(&mut *tx)
+                .await
+                .doing(doing)?;
+            self.commit(tx, doing).await?;
+            Ok((DatasetRow::read(&row)?, created.rows_affected() == 1))
+        })
     }
 
     /// Records the origin of a dataset, unless one is recorded already.
@@ -157,10 +160,11 @@ impl Store {
     }
 
     /// Removes the row; the caller then removes the file. `InUse` if a job that has not ended needs it.
-    pub async fn dataset_delete(&self, id: DatasetId) -> Result<(), StoreError> {
-        let doing = "delete a dataset";
-        let mut tx = self.begin(doing).await?;
-        let jobs = sqlx::query(
+    pub fn dataset_delete(&self, id: DatasetId) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(async move {
+            let doing = "delete a dataset";
+            let mut tx = self.begin(doing).await?;
+            let jobs = sqlx::query(
             "SELECT jobs.id FROM job_datasets JOIN jobs ON jobs.id = job_datasets.job_id \
              WHERE job_datasets.dataset_id = ? AND jobs.state IN ('queued', 'running', 'paused') ORDER BY jobs.id LIMIT 20",
         )
@@ -171,24 +175,25 @@ impl Store {
         .iter()
         .map(|row| id_column(row, "id"))
         .collect::<Result<Vec<_>, _>>()?;
-        if !jobs.is_empty() {
-            return Err(StoreError::InUse { kind: "dataset", id: id.to_string(), jobs });
-        }
-        let done = sqlx::query("DELETE FROM datasets WHERE id = ?")
-            .bind(id.to_string())
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-        let unfinished = sqlx::query("DELETE FROM dataset_downloads WHERE id = ?1 OR dataset_id = ?1")
-            .bind(id.to_string())
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-        if done.rows_affected() + unfinished.rows_affected() == 0 {
-            return Err(StoreError::NotFound { kind: "dataset", id: id.to_string() });
-        }
-        self.commit(tx, doing).await?;
-        Ok(())
+            if !jobs.is_empty() {
+                return Err(StoreError::InUse { kind: "dataset", id: id.to_string(), jobs });
+            }
+            let done = sqlx::query("DELETE FROM datasets WHERE id = ?")
+                .bind(id.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            let unfinished = sqlx::query("DELETE FROM dataset_downloads WHERE id = ?1 OR dataset_id = ?1")
+                .bind(id.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            if done.rows_affected() + unfinished.rows_affected() == 0 {
+                return Err(StoreError::NotFound { kind: "dataset", id: id.to_string() });
+            }
+            self.commit(tx, doing).await?;
+            Ok(())
+        })
     }
 }
 

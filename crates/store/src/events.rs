@@ -1,5 +1,6 @@
 //! The output of a run: events (history, SSE feed and outbox in one), steps, samples and logs.
 
+use futures::future::BoxFuture;
 use rlood_types::webhooks::message::RewardDetail;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -174,30 +175,31 @@ impl Store {
     }
 }
 
-async fn event_store(
-    tx: &mut SqliteConnection,
+fn event_store<'a>(
+    tx: &'a mut SqliteConnection,
     job: JobId,
     attempt: u64,
-    event: &Event,
-    phase: &mut Option<Phase>,
+    event: &'a Event,
+    phase: &'a mut Option<Phase>,
     now: i64,
-) -> Result<(), StoreError> {
-    match event {
-        Event::Phase { phase: new, step } => {
-            sqlx::query("UPDATE jobs SET phase = ?, step = MAX(step, ?) WHERE id = ?")
-                .bind(variant_name(new)?)
-                .bind(int(*step))
-                .bind(job.to_string())
-                .execute(&mut *tx)
-                .await
-                .doing("store the training phase of a job")?;
-            if phase.map(history_group) != Some(history_group(*new)) {
-                event_insert(tx, job, "phase", now, json!({ "phase": new, "step": step })).await?;
+) -> BoxFuture<'a, Result<(), StoreError>> {
+    Box::pin(async move {
+        match event {
+            Event::Phase { phase: new, step } => {
+                sqlx::query("UPDATE jobs SET phase = ?, step = MAX(step, ?) WHERE id = ?")
+                    .bind(variant_name(new)?)
+                    .bind(int(*step))
+                    .bind(job.to_string())
+                    .execute(&mut *tx)
+                    .await
+                    .doing("store the training phase of a job")?;
+                if phase.map(history_group) != Some(history_group(*new)) {
+                    event_insert(tx, job, "phase", now, json!({ "phase": new, "step": step })).await?;
+                }
+                *phase = Some(*new);
             }
-            *phase = Some(*new);
-        }
-        Event::Step { step, kind, metrics } => {
-            sqlx::query(
+            Event::Step { step, kind, metrics } => {
+                sqlx::query(
                 "INSERT INTO steps (job_id, step, kind, attempt, time, metrics, reward) VALUES (?, ?, ?, ?, ?, ?, ?) \
                  ON CONFLICT (job_id, step, kind) DO UPDATE SET attempt = excluded.attempt, time = excluded.time, \
                  metrics = excluded.metrics, reward = excluded.reward",
@@ -212,54 +214,55 @@ async fn event_store(
             .execute(&mut *tx)
             .await
             .doing("store a training step of a job")?;
-            sqlx::query("UPDATE jobs SET step = MAX(step, ?) WHERE id = ?")
-                .bind(int(*step))
-                .bind(job.to_string())
-                .execute(&mut *tx)
-                .await
-                .doing("store a training step of a job")?;
-            let headlines: Metrics =
-                metrics.iter().filter(is_headline).map(|(key, value)| (key.clone(), *value)).collect();
-            event_insert(tx, job, "step", now, json!({ "step": step, "kind": kind, "metrics": headlines })).await?;
-        }
-        Event::Samples { samples } => samples_store(tx, job, attempt, samples).await?,
-        Event::Warning { code, message, data } => {
-            let data = json!({ "code": code, "message": message, "data": data });
-            event_insert(tx, job, "warning", now, data).await?;
-        }
-        Event::Reward { reward, change, message, data } => {
-            let data = RewardDetail { reward: reward.clone(), message: message.clone(), data: data.clone() };
-            event_insert(tx, job, change.event(), now, data).await?;
-        }
-        Event::Alert { alert } => alert_store(tx, job, alert, now).await?,
-        Event::AlertCleared { rule, raised_step, step } => {
-            alert_clear(tx, job, *rule, *raised_step, *step, now).await?;
-        }
-        Event::TrainingPhase { change } => phase_store(tx, job, change, now).await?,
-        Event::Diverged { first_step, step } => diverged_store(tx, job, *first_step, *step, now).await?,
-        Event::EarlyStopping { step, metric, best, best_step, evaluations } => {
-            let message = format!(
-                "ended after step {step}: {metric} has had no new best for {evaluations} evaluations{}",
-                best.zip(*best_step)
-                    .map_or_else(String::new, |(best, at)| format!("; its best is {best:.4} at step {at}"))
-            );
-            let ending = Ending {
-                code: EndingCode::EarlyStopping,
-                message: message.clone(),
-                step: *step,
-                rule: None,
-                metric: Some(metric.clone()),
-                best: *best,
-                best_step: *best_step,
-                good_before_step: None,
-            };
-            ending_store(tx, job, &ending).await?;
-            let data = json!({ "step": step, "metric": metric, "best": best, "best_step": best_step,
+                sqlx::query("UPDATE jobs SET step = MAX(step, ?) WHERE id = ?")
+                    .bind(int(*step))
+                    .bind(job.to_string())
+                    .execute(&mut *tx)
+                    .await
+                    .doing("store a training step of a job")?;
+                let headlines: Metrics =
+                    metrics.iter().filter(is_headline).map(|(key, value)| (key.clone(), *value)).collect();
+                event_insert(tx, job, "step", now, json!({ "step": step, "kind": kind, "metrics": headlines })).await?;
+            }
+            Event::Samples { samples } => samples_store(tx, job, attempt, samples).await?,
+            Event::Warning { code, message, data } => {
+                let data = json!({ "code": code, "message": message, "data": data });
+                event_insert(tx, job, "warning", now, data).await?;
+            }
+            Event::Reward { reward, change, message, data } => {
+                let data = RewardDetail { reward: reward.clone(), message: message.clone(), data: data.clone() };
+                event_insert(tx, job, change.event(), now, data).await?;
+            }
+            Event::Alert { alert } => alert_store(tx, job, alert, now).await?,
+            Event::AlertCleared { rule, raised_step, step } => {
+                alert_clear(tx, job, *rule, *raised_step, *step, now).await?;
+            }
+            Event::TrainingPhase { change } => phase_store(tx, job, change, now).await?,
+            Event::Diverged { first_step, step } => diverged_store(tx, job, *first_step, *step, now).await?,
+            Event::EarlyStopping { step, metric, best, best_step, evaluations } => {
+                let message = format!(
+                    "ended after step {step}: {metric} has had no new best for {evaluations} evaluations{}",
+                    best.zip(*best_step)
+                        .map_or_else(String::new, |(best, at)| format!("; its best is {best:.4} at step {at}"))
+                );
+                let ending = Ending {
+                    code: EndingCode::EarlyStopping,
+                    message: message.clone(),
+                    step: *step,
+                    rule: None,
+                    metric: Some(metric.clone()),
+                    best: *best,
+                    best_step: *best_step,
+                    good_before_step: None,
+                };
+                ending_store(tx, job, &ending).await?;
+                let data = json!({ "step": step, "metric": metric, "best": best, "best_step": best_step,
                 "evaluations": evaluations, "message": message });
-            event_insert(tx, job, "early_stopping", now, data).await?;
+                event_insert(tx, job, "early_stopping", now, data).await?;
+            }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Returns the group of a phase in the history; a change within a group is no event. Rollout, reward and train alternate every
@@ -322,31 +325,43 @@ pub(super) async fn event_insert(
     now: i64,
     data: impl Serialize + Send,
 ) -> Result<i64, StoreError> {
-    let doing = "append an event";
-    let data = to_json("event", &data)?;
-    if without!(SameTransaction) {
-        for apart in ["COMMIT", "BEGIN IMMEDIATE"] {
-            sqlx::query(apart).execute(&mut *tx).await.doing(doing)?;
+    event_append(tx, job, kind, now, to_json("event", &data)?).await
+}
+
+/// Like [`event_insert`], with the data as JSON text.
+pub(super) fn event_append<'a>(
+    tx: &'a mut SqliteConnection,
+    job: JobId,
+    kind: &'a str,
+    now: i64,
+    data: String,
+) -> BoxFuture<'a, Result<i64, StoreError>> {
+    Box::pin(async move {
+        let doing = "append an event";
+        if without!(SameTransaction) {
+            for apart in ["COMMIT", "BEGIN IMMEDIATE"] {
+                sqlx::query(apart).execute(&mut *tx).await.doing(doing)?;
+            }
         }
-    }
-    fail_point!("store.event", kind).map_err(sqlx::Error::Io).doing(doing)?;
-    let (seq, attempt): (i64, i64) =
-        sqlx::query_as("UPDATE jobs SET next_seq = next_seq + 1 WHERE id = ? RETURNING next_seq - 1, attempt")
+        fail_point!("store.event", kind).map_err(sqlx::Error::Io).doing(doing)?;
+        let (seq, attempt): (i64, i64) =
+            sqlx::query_as("UPDATE jobs SET next_seq = next_seq + 1 WHERE id = ? RETURNING next_seq - 1, attempt")
+                .bind(job.to_string())
+                .fetch_one(&mut *tx)
+                .await
+                .doing(doing)?;
+        sqlx::query("INSERT INTO events (job_id, seq, type, attempt, time, data) VALUES (?, ?, ?, ?, ?, ?)")
             .bind(job.to_string())
-            .fetch_one(&mut *tx)
+            .bind(seq)
+            .bind(kind)
+            .bind(attempt)
+            .bind(now)
+            .bind(data)
+            .execute(&mut *tx)
             .await
             .doing(doing)?;
-    sqlx::query("INSERT INTO events (job_id, seq, type, attempt, time, data) VALUES (?, ?, ?, ?, ?, ?)")
-        .bind(job.to_string())
-        .bind(seq)
-        .bind(kind)
-        .bind(attempt)
-        .bind(now)
-        .bind(data)
-        .execute(&mut *tx)
-        .await
-        .doing(doing)?;
-    Ok(seq)
+        Ok(seq)
+    })
 }
 
 pub(super) async fn log_insert(

@@ -34,6 +34,7 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 
+use crate::background::spawn_blocking;
 use crate::digest::Sha256Digest;
 use crate::failpoint::{fail_point, pace};
 use crate::id::{DatasetId, JobId};
@@ -267,7 +268,7 @@ impl DataDir {
         work: impl FnOnce(&DataDir) -> Result<T, FilesError> + Send + 'static,
     ) -> Result<T, FilesError> {
         let files = self.clone();
-        tokio::task::spawn_blocking(move || work(&files)).await.unwrap_or_else(|error| {
+        spawn_blocking(move || work(&files)).await.unwrap_or_else(|error| {
             Err(FilesError::Io {
                 doing: "complete a background task on the files in",
                 path: self.root().to_owned(),
@@ -362,7 +363,7 @@ impl StagedDone {
     pub async fn publish(self, to: &Path) -> Result<(), FilesError> {
         if let Some(images) = self.images {
             let target = images_beside(to);
-            let placed = tokio::task::spawn_blocking(move || {
+            let placed = spawn_blocking(move || {
                 copy::sync_files(images.path())?;
                 fs::rename(images.path(), &target).map_err(cannot("move a directory to", &target))
             });
@@ -371,7 +372,7 @@ impl StagedDone {
         tokio::fs::rename(self.path.path(), to).await.map_err(cannot("move a file to", to))?;
         self.path.disarm();
         let parent = to.parent().unwrap_or(Path::new("/")).to_owned();
-        let synced = tokio::task::spawn_blocking(move || sync_dir(&parent)).await;
+        let synced = spawn_blocking(move || sync_dir(&parent)).await;
         synced.unwrap_or_else(|error| Err(cannot("flush the directory of the file", to)(io::Error::other(error))))
     }
 }

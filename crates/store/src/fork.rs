@@ -1,5 +1,6 @@
 //! Creates a job from another job's checkpoint: row, first checkpoint and events in one transaction.
 
+use futures::future::BoxFuture;
 use serde_json::json;
 use sqlx::sqlite::SqliteConnection;
 
@@ -20,24 +21,31 @@ pub struct Fork<'a> {
 
 impl Store {
     /// Queues a job that branches off another one. `NotFound` (dataset) if one of its datasets no longer exists.
-    pub async fn job_fork(&self, new: NewJob<'_>, fork: Fork<'_>, now: i64) -> Result<JobRow, StoreError> {
-        let doing = "fork a job";
-        let Fork { checkpoint, continues } = fork;
-        let (id, parent) = (new.id, new.parent);
-        let mut tx = self.begin(doing).await?;
-        self.job_insert(&mut tx, new, &[], now).await?;
-        if continues {
-            checkpoint_adopt(&mut tx, id, checkpoint, false, now).await?;
-        }
-        let data = json!({
-            "parent": parent, "from_step": checkpoint.step, "checkpoint": checkpoint.id, "continues": continues,
-        });
-        event_insert(&mut tx, id, "job.forked", now, data).await?;
-        let row = job_row(&mut tx, id).await?;
-        self.commit(tx, doing).await?;
-        self.wake_job(row.id);
-        self.wake_queue();
-        Ok(row)
+    pub fn job_fork<'a>(
+        &'a self,
+        new: NewJob<'a>,
+        fork: Fork<'a>,
+        now: i64,
+    ) -> BoxFuture<'a, Result<JobRow, StoreError>> {
+        Box::pin(async move {
+            let doing = "fork a job";
+            let Fork { checkpoint, continues } = fork;
+            let (id, parent) = (new.id, new.parent);
+            let mut tx = self.begin(doing).await?;
+            self.job_insert(&mut tx, new, &[], now).await?;
+            if continues {
+                checkpoint_adopt(&mut tx, id, checkpoint, false, now).await?;
+            }
+            let data = json!({
+                "parent": parent, "from_step": checkpoint.step, "checkpoint": checkpoint.id, "continues": continues,
+            });
+            event_insert(&mut tx, id, "job.forked", now, data).await?;
+            let row = job_row(&mut tx, id).await?;
+            self.commit(tx, doing).await?;
+            self.wake_job(row.id);
+            self.wake_queue();
+            Ok(row)
+        })
     }
 
     /// Returns the jobs with a warm start, whose starting files the cleanup at server start must keep.

@@ -9,6 +9,7 @@ mod orphans;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
+use futures::future::BoxFuture;
 use rlood_types::storage::StorageKind;
 use sqlx::sqlite::SqliteRow;
 
@@ -109,35 +110,41 @@ pub async fn plan(store: &Store, files: &DataDir, rules: GcRules) -> Result<Vec<
 ///
 /// # Errors
 /// Fails if the database or the directory cannot be read.
-pub async fn unused(store: &Store, files: &DataDir, rules: GcRules) -> Result<Vec<GcItem>, StorageError> {
-    let mut items = Vec::new();
-    for InUse { id, name, size_bytes, live, used_at, .. } in store.datasets_in_use().await? {
-        let removal = id.parse().ok().map(Removal::Dataset);
-        let name = if name.is_empty() { id } else { format!("{id} {name}") };
-        let found = Found { kind: StorageKind::Datasets, name, size_bytes, live, adapters: 0, used_at };
-        items.extend(found.judge(rules.now, rules.datasets_ms, removal));
-    }
-    // Models in other folders do not belong to the server.
-    let folder = files.root().join("models");
-    let (mut counted, mut known) = (HashSet::new(), HashSet::new());
-    for InUse { id, source, live, adapters, used_at, .. } in store.models_in_use(&folder).await? {
-        let (dir, at) = (PathBuf::from(&source), PathBuf::from(&source));
-        // A directory of several models counts once, and so does a file that several directories share by hard links.
-        let size_bytes = match known.insert(source) {
-            true => {
-                let (size_bytes, counted_too) = files
-                    .in_background(move |_| size_below(&at, &mut counted).map(|size_bytes| (size_bytes, counted)))
-                    .await?;
-                counted = counted_too;
-                size_bytes
-            }
-            false => 0,
-        };
-        let removal = Some(Removal::Model(id.clone(), dir));
-        let found = Found { kind: StorageKind::Models, name: id, size_bytes, live, adapters, used_at };
-        items.extend(found.judge(rules.now, rules.models_ms, removal));
-    }
-    Ok(items)
+pub fn unused<'a>(
+    store: &'a Store,
+    files: &'a DataDir,
+    rules: GcRules,
+) -> BoxFuture<'a, Result<Vec<GcItem>, StorageError>> {
+    Box::pin(async move {
+        let mut items = Vec::new();
+        for InUse { id, name, size_bytes, live, used_at, .. } in store.datasets_in_use().await? {
+            let removal = id.parse().ok().map(Removal::Dataset);
+            let name = if name.is_empty() { id } else { format!("{id} {name}") };
+            let found = Found { kind: StorageKind::Datasets, name, size_bytes, live, adapters: 0, used_at };
+            items.extend(found.judge(rules.now, rules.datasets_ms, removal));
+        }
+        // Models in other folders do not belong to the server.
+        let folder = files.root().join("models");
+        let (mut counted, mut known) = (HashSet::new(), HashSet::new());
+        for InUse { id, source, live, adapters, used_at, .. } in store.models_in_use(&folder).await? {
+            let (dir, at) = (PathBuf::from(&source), PathBuf::from(&source));
+            // A directory of several models counts once, and so does a file that several directories share by hard links.
+            let size_bytes = match known.insert(source) {
+                true => {
+                    let (size_bytes, counted_too) = files
+                        .in_background(move |_| size_below(&at, &mut counted).map(|size_bytes| (size_bytes, counted)))
+                        .await?;
+                    counted = counted_too;
+                    size_bytes
+                }
+                false => 0,
+            };
+            let removal = Some(Removal::Model(id.clone(), dir));
+            let found = Found { kind: StorageKind::Models, name: id, size_bytes, live, adapters, used_at };
+            items.extend(found.judge(rules.now, rules.models_ms, removal));
+        }
+        Ok(items)
+    })
 }
 
 /// An object with a database row, and the jobs that use it.
@@ -172,40 +179,46 @@ impl Found {
 ///
 /// # Errors
 /// Fails if the database or the directory cannot be changed.
-pub async fn remove(store: &Store, files: &DataDir, removal: &Removal) -> Result<bool, StorageError> {
-    match removal {
-        Removal::Orphan(path) => {
-            let path = path.clone();
-            files.in_background(move |_| remove_tree(&path)).await?;
-            Ok(true)
-        }
-        Removal::Dataset(id) => {
-            let id = *id;
-            if !is_done(store.dataset_delete(id).await)? {
-                return Ok(false);
+pub fn remove<'a>(
+    store: &'a Store,
+    files: &'a DataDir,
+    removal: &'a Removal,
+) -> BoxFuture<'a, Result<bool, StorageError>> {
+    Box::pin(async move {
+        match removal {
+            Removal::Orphan(path) => {
+                let path = path.clone();
+                files.in_background(move |_| remove_tree(&path)).await?;
+                Ok(true)
             }
-            files.in_background(move |files| files.dataset_remove(id)).await?;
-            Ok(true)
-        }
-        Removal::Model(id, dir) => {
-            if !is_done(store.model_delete(id).await)? {
-                return Ok(false);
+            Removal::Dataset(id) => {
+                let id = *id;
+                if !is_done(store.dataset_delete(id).await)? {
+                    return Ok(false);
+                }
+                files.in_background(move |files| files.dataset_remove(id)).await?;
+                Ok(true)
             }
-            let dir = dir.clone();
-            if !store.model_source_is_used(&dir.to_string_lossy()).await? {
-                files.in_background(move |_| remove_tree(&dir)).await?;
+            Removal::Model(id, dir) => {
+                if !is_done(store.model_delete(id).await)? {
+                    return Ok(false);
+                }
+                let dir = dir.clone();
+                if !store.model_source_is_used(&dir.to_string_lossy()).await? {
+                    files.in_background(move |_| remove_tree(&dir)).await?;
+                }
+                Ok(true)
             }
-            Ok(true)
-        }
-        Removal::Checkpoint(job, step, attempt) => {
-            let (job, step, attempt) = (*job, *step, *attempt);
-            if !store.finished_checkpoint_remove(job, step, attempt).await? {
-                return Ok(false);
+            Removal::Checkpoint(job, step, attempt) => {
+                let (job, step, attempt) = (*job, *step, *attempt);
+                if !store.finished_checkpoint_remove(job, step, attempt).await? {
+                    return Ok(false);
+                }
+                files.in_background(move |files| files.checkpoint_remove(job, step, attempt)).await?;
+                Ok(true)
             }
-            files.in_background(move |files| files.checkpoint_remove(job, step, attempt)).await?;
-            Ok(true)
         }
-    }
+    })
 }
 
 fn is_done(deleted: Result<(), StoreError>) -> Result<bool, StoreError> {

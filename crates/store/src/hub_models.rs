@@ -1,5 +1,6 @@
 //! Models that are downloaded from a hub: started, ready or failed. Jobs that wait for them get events.
 
+use futures::future::BoxFuture;
 use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
 
@@ -39,18 +40,19 @@ pub struct NewHubModel {
 impl Store {
     /// Registers a hub model. Returns the row, and whether it is new. A model with the same id, owner and commit is not changed,
     /// except from `failed` to `downloading`, and to one that is not private; another model with this id is `Exists`.
-    pub async fn hub_model_create(&self, new: NewHubModel, now: i64) -> Result<(ModelRow, bool), StoreError> {
-        let doing = "register a model of a hub";
-        let NewHubModel { id, source, sha256, card, owner, is_private, origin, is_ready } = new;
-        let mut tx = self.begin(doing).await?;
-        let state = if is_ready { READY } else { DOWNLOADING };
-        let known = model_row(&mut tx, &id).await?;
-        if let Some(known) = &known {
-            let same = known.owner == owner && known.hub.as_ref().is_some_and(|hub| hub.commit == origin.commit);
-            if !same {
-                return Err(StoreError::Exists { kind: "model", id });
-            }
-            sqlx::query(
+    pub fn hub_model_create(&self, new: NewHubModel, now: i64) -> BoxFuture<'_, Result<(ModelRow, bool), StoreError>> {
+        Box::pin(async move {
+            let doing = "register a model of a hub";
+            let NewHubModel { id, source, sha256, card, owner, is_private, origin, is_ready } = new;
+            let mut tx = self.begin(doing).await?;
+            let state = if is_ready { READY } else { DOWNLOADING };
+            let known = model_row(&mut tx, &id).await?;
+            if let Some(known) = &known {
+                let same = known.owner == owner && known.hub.as_ref().is_some_and(|hub| hub.commit == origin.commit);
+                if !same {
+                    return Err(StoreError::Exists { kind: "model", id });
+                }
+                sqlx::query(
                 "UPDATE models SET is_private = MIN(is_private, ?1), problem = CASE state WHEN 'failed' THEN NULL ELSE problem END, \
                  state = CASE state WHEN 'failed' THEN ?2 ELSE state END WHERE id = ?3",
             )
@@ -60,8 +62,8 @@ impl Store {
             .execute(&mut *tx)
             .await
             .doing(doing)?;
-        } else {
-            sqlx::query(
+            } else {
+                sqlx::query(
                 "INSERT INTO models (id, source, state, sha256, card, owner, is_private, created_at, hub, revision, commit_sha, \
                  bytes_total) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             )
@@ -80,10 +82,11 @@ impl Store {
             .execute(&mut *tx)
             .await
             .doing(doing)?;
-        }
-        let row = model_row(&mut tx, &id).await?;
-        self.commit(tx, doing).await?;
-        row.map(|row| (row, known.is_none())).ok_or(StoreError::NotFound { kind: "model", id })
+            }
+            let row = model_row(&mut tx, &id).await?;
+            self.commit(tx, doing).await?;
+            row.map(|row| (row, known.is_none())).ok_or(StoreError::NotFound { kind: "model", id })
+        })
     }
 
     /// Returns the models whose files are being downloaded.
@@ -122,11 +125,18 @@ impl Store {
 
     /// Marks a model as ready, after all files were verified; waiting jobs can start. False if the model was deleted in the
     /// meantime, or is a different one now.
-    pub async fn hub_model_ready(&self, id: &str, commit: &str, card: &Value, now: i64) -> Result<bool, StoreError> {
-        let doing = "mark a model as ready";
-        let mut tx = self.begin(doing).await?;
-        let card = &with_notes(card.clone(), model_row(&mut tx, id).await?.map(|row| row.card));
-        let done = sqlx::query(
+    pub fn hub_model_ready<'a>(
+        &'a self,
+        id: &'a str,
+        commit: &'a str,
+        card: &'a Value,
+        now: i64,
+    ) -> BoxFuture<'a, Result<bool, StoreError>> {
+        Box::pin(async move {
+            let doing = "mark a model as ready";
+            let mut tx = self.begin(doing).await?;
+            let card = &with_notes(card.clone(), model_row(&mut tx, id).await?.map(|row| row.card));
+            let done = sqlx::query(
             "UPDATE models SET state = 'ready', problem = NULL, card = ? WHERE id = ? AND commit_sha = ? AND state = 'downloading'",
         )
         .bind(card.to_string())
@@ -135,13 +145,13 @@ impl Store {
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        if done.rows_affected() == 0 {
-            return Ok(false);
-        }
-        let waiting = waiting_jobs(&mut tx, id).await?;
-        for job in &waiting {
-            // The job may also wait for another model: its base model, or the model of a reward.
-            sqlx::query(
+            if done.rows_affected() == 0 {
+                return Ok(false);
+            }
+            let waiting = waiting_jobs(&mut tx, id).await?;
+            for job in &waiting {
+                // The job may also wait for another model: its base model, or the model of a reward.
+                sqlx::query(
                 "UPDATE jobs SET status_reason = (SELECT ?2 FROM models WHERE models.state = 'downloading' AND (models.id = \
                  jobs.model OR models.id IN (SELECT key FROM json_each(jobs.plan, '$.reward_models')))) \
                  WHERE id = ?1 AND status_reason = ?2",
@@ -151,19 +161,27 @@ impl Store {
             .execute(&mut *tx)
             .await
             .doing(doing)?;
-            event_insert(&mut tx, job.id, "model.ready", now, json!({"model": id, "commit": commit})).await?;
-        }
-        self.commit(tx, doing).await?;
-        waiting.iter().for_each(|job| self.wake_job(job.id));
-        self.wake_queue();
-        Ok(true)
+                event_insert(&mut tx, job.id, "model.ready", now, json!({"model": id, "commit": commit})).await?;
+            }
+            self.commit(tx, doing).await?;
+            waiting.iter().for_each(|job| self.wake_job(job.id));
+            self.wake_queue();
+            Ok(true)
+        })
     }
 
     /// Marks a download as failed; jobs that wait for the model fail with this problem.
-    pub async fn hub_model_failed(&self, id: &str, commit: &str, problem: &str, now: i64) -> Result<(), StoreError> {
-        let doing = "mark a download as failed";
-        let mut tx = self.begin(doing).await?;
-        let done = sqlx::query(
+    pub fn hub_model_failed<'a>(
+        &'a self,
+        id: &'a str,
+        commit: &'a str,
+        problem: &'a str,
+        now: i64,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move {
+            let doing = "mark a download as failed";
+            let mut tx = self.begin(doing).await?;
+            let done = sqlx::query(
             "UPDATE models SET state = 'failed', problem = ? WHERE id = ? AND commit_sha = ? AND state = 'downloading'",
         )
         .bind(problem)
@@ -172,26 +190,27 @@ impl Store {
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        if done.rows_affected() == 0 {
-            return Ok(());
-        }
-        let waiting = waiting_jobs(&mut tx, id).await?;
-        for job in &waiting {
-            let failure = Failure {
-                class: FailureClass::User,
-                code: "model_download_failed".to_owned(),
-                message: format!("the model '{id}' could not be downloaded: {problem}"),
-                phase: None,
-                step: None,
-                suggestion: Some(
-                    "fix this problem, download the model again with POST /models, then retry the job".to_owned(),
-                ),
-            };
-            job_fail(&mut tx, job, failure, now).await?;
-        }
-        self.commit(tx, doing).await?;
-        waiting.iter().for_each(|job| self.wake_job(job.id));
-        Ok(())
+            if done.rows_affected() == 0 {
+                return Ok(());
+            }
+            let waiting = waiting_jobs(&mut tx, id).await?;
+            for job in &waiting {
+                let failure = Failure {
+                    class: FailureClass::User,
+                    code: "model_download_failed".to_owned(),
+                    message: format!("the model '{id}' could not be downloaded: {problem}"),
+                    phase: None,
+                    step: None,
+                    suggestion: Some(
+                        "fix this problem, download the model again with POST /models, then retry the job".to_owned(),
+                    ),
+                };
+                job_fail(&mut tx, job, failure, now).await?;
+            }
+            self.commit(tx, doing).await?;
+            waiting.iter().for_each(|job| self.wake_job(job.id));
+            Ok(())
+        })
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
+use futures::future::BoxFuture;
 use rlood_types::webhooks::message::QueuedDetail;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
@@ -312,46 +313,48 @@ impl Store {
     }
 
     /// Changes fields that may be changed at any time. A priority has an effect only while the job is queued.
-    pub async fn job_patch(&self, id: JobId, patch: JobPatch, now: i64) -> Result<JobRow, StoreError> {
-        let doing = "change a job";
-        let mut tx = self.begin(doing).await?;
-        let mut row = job_row(&mut tx, id).await?;
-        let JobPatch { name, metadata, priority, reward_secrets } = patch;
-        let renewed: Vec<String> = reward_secrets.keys().cloned().collect();
-        row.name = name.unwrap_or(row.name);
-        row.metadata = metadata.unwrap_or(row.metadata);
-        row.priority = priority.unwrap_or(row.priority);
-        sqlx::query("UPDATE jobs SET name = ?, metadata = ?, priority = ? WHERE id = ?")
-            .bind(&row.name)
-            .bind(to_json("metadata", &row.metadata)?)
-            .bind(row.priority)
-            .bind(id.to_string())
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-        if !reward_secrets.is_empty() {
-            let stored = sqlx::query("SELECT secrets FROM jobs WHERE id = ?").bind(id.to_string());
-            let stored = stored.fetch_one(&mut *tx).await.doing(doing)?;
-            let mut secrets: BTreeMap<String, RewardSecrets> = json_column(&stored, "secrets")?;
-            for (name, change) in reward_secrets {
-                let old = secrets.remove(&name).unwrap_or_default();
-                secrets.insert(name, old.changed(change));
-            }
-            sqlx::query("UPDATE jobs SET secrets = ? WHERE id = ?")
-                .bind(to_json("secrets", &secrets)?)
+    pub fn job_patch(&self, id: JobId, patch: JobPatch, now: i64) -> BoxFuture<'_, Result<JobRow, StoreError>> {
+        Box::pin(async move {
+            let doing = "change a job";
+            let mut tx = self.begin(doing).await?;
+            let mut row = job_row(&mut tx, id).await?;
+            let JobPatch { name, metadata, priority, reward_secrets } = patch;
+            let renewed: Vec<String> = reward_secrets.keys().cloned().collect();
+            row.name = name.unwrap_or(row.name);
+            row.metadata = metadata.unwrap_or(row.metadata);
+            row.priority = priority.unwrap_or(row.priority);
+            sqlx::query("UPDATE jobs SET name = ?, metadata = ?, priority = ? WHERE id = ?")
+                .bind(&row.name)
+                .bind(to_json("metadata", &row.metadata)?)
+                .bind(row.priority)
                 .bind(id.to_string())
                 .execute(&mut *tx)
                 .await
                 .doing(doing)?;
-        }
-        let mut data = json!({ "name": row.name, "metadata": row.metadata, "priority": row.priority });
-        if !renewed.is_empty() {
-            data["reward_secrets"] = renewed.into();
-        }
-        event_insert(&mut tx, id, "job.updated", now, data).await?;
-        self.commit(tx, doing).await?;
-        self.wake_job(id);
-        Ok(row)
+            if !reward_secrets.is_empty() {
+                let stored = sqlx::query("SELECT secrets FROM jobs WHERE id = ?").bind(id.to_string());
+                let stored = stored.fetch_one(&mut *tx).await.doing(doing)?;
+                let mut secrets: BTreeMap<String, RewardSecrets> = json_column(&stored, "secrets")?;
+                for (name, change) in reward_secrets {
+                    let old = secrets.remove(&name).unwrap_or_default();
+                    secrets.insert(name, old.changed(change));
+                }
+                sqlx::query("UPDATE jobs SET secrets = ? WHERE id = ?")
+                    .bind(to_json("secrets", &secrets)?)
+                    .bind(id.to_string())
+                    .execute(&mut *tx)
+                    .await
+                    .doing(doing)?;
+            }
+            let mut data = json!({ "name": row.name, "metadata": row.metadata, "priority": row.priority });
+            if !renewed.is_empty() {
+                data["reward_secrets"] = renewed.into();
+            }
+            event_insert(&mut tx, id, "job.updated", now, data).await?;
+            self.commit(tx, doing).await?;
+            self.wake_job(id);
+            Ok(row)
+        })
     }
 
     /// Deletes a job that has ended, with all dependent rows. Returns the ids of its exports: the caller then removes the files of the

@@ -1,5 +1,7 @@
 //! Idempotency keys: the first response to a request, stored for 24 hours.
 
+use futures::future::BoxFuture;
+
 use super::{Doing, Store, StoreError, column};
 
 /// Result of looking up the key of a request.
@@ -27,47 +29,55 @@ const RETENTION_MS: i64 = 24 * 60 * 60 * 1000;
 
 impl Store {
     /// Looks up an idempotency key and reserves it if it is new. `route` is method and path.
-    pub async fn key_begin(&self, route: &str, key: &str, body_sha256: &str, now: i64) -> Result<KeyBegin, StoreError> {
-        let doing = "look up an idempotency key";
-        let mut tx = self.begin(doing).await?;
-        sqlx::query("DELETE FROM idempotency_keys WHERE route = ? AND key = ? AND created_at < ?")
+    pub fn key_begin<'a>(
+        &'a self,
+        route: &'a str,
+        key: &'a str,
+        body_sha256: &'a str,
+        now: i64,
+    ) -> BoxFuture<'a, Result<KeyBegin, StoreError>> {
+        Box::pin(async move {
+            let doing = "look up an idempotency key";
+            let mut tx = self.begin(doing).await?;
+            sqlx::query("DELETE FROM idempotency_keys WHERE route = ? AND key = ? AND created_at < ?")
+                .bind(route)
+                .bind(key)
+                .bind(now.saturating_sub(RETENTION_MS))
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            let known = sqlx::query(
+                "SELECT body_sha256, status, location, response FROM idempotency_keys WHERE route = ? AND key = ?",
+            )
             .bind(route)
             .bind(key)
-            .bind(now.saturating_sub(RETENTION_MS))
-            .execute(&mut *tx)
+            .fetch_optional(&mut *tx)
             .await
             .doing(doing)?;
-        let known = sqlx::query(
-            "SELECT body_sha256, status, location, response FROM idempotency_keys WHERE route = ? AND key = ?",
-        )
-        .bind(route)
-        .bind(key)
-        .fetch_optional(&mut *tx)
-        .await
-        .doing(doing)?;
-        if let Some(known) = known {
-            if column::<&str>(&known, "body_sha256")? != body_sha256 {
-                return Ok(KeyBegin::OtherBody);
+            if let Some(known) = known {
+                if column::<&str>(&known, "body_sha256")? != body_sha256 {
+                    return Ok(KeyBegin::OtherBody);
+                }
+                return Ok(match column::<Option<u16>>(&known, "status")? {
+                    None => KeyBegin::InFlight,
+                    Some(status) => KeyBegin::Replay {
+                        status,
+                        location: column(&known, "location")?,
+                        response: column::<Option<String>>(&known, "response")?.unwrap_or_default(),
+                    },
+                });
             }
-            return Ok(match column::<Option<u16>>(&known, "status")? {
-                None => KeyBegin::InFlight,
-                Some(status) => KeyBegin::Replay {
-                    status,
-                    location: column(&known, "location")?,
-                    response: column::<Option<String>>(&known, "response")?.unwrap_or_default(),
-                },
-            });
-        }
-        sqlx::query("INSERT INTO idempotency_keys (route, key, body_sha256, created_at) VALUES (?, ?, ?, ?)")
-            .bind(route)
-            .bind(key)
-            .bind(body_sha256)
-            .bind(now)
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-        self.commit(tx, doing).await?;
-        Ok(KeyBegin::New)
+            sqlx::query("INSERT INTO idempotency_keys (route, key, body_sha256, created_at) VALUES (?, ?, ?, ?)")
+                .bind(route)
+                .bind(key)
+                .bind(body_sha256)
+                .bind(now)
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            self.commit(tx, doing).await?;
+            Ok(KeyBegin::New)
+        })
     }
 
     /// Stores the response to a request with an idempotency key.

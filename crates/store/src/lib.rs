@@ -5,6 +5,8 @@
 //! = FULL`) and a few readers. `now` (Unix time in milliseconds) is an argument of every query that needs the time. A change of
 //! state and its event are written in one transaction; [`Store::changed`] wakes tasks that wait for the next event.
 //!
+//! Long functions return a boxed future. rustc compiles an `async fn` in every crate that polls it, but a boxed future only in this one.
+//!
 //! This file is longer than others: it also holds the helpers that every query of the crate uses.
 
 pub mod adapters;
@@ -12,6 +14,7 @@ pub mod api_keys;
 pub mod artifacts;
 pub mod attempts;
 pub mod audit;
+pub mod background;
 pub mod callbacks;
 pub mod claims;
 pub mod dataset_downloads;
@@ -62,6 +65,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
 };
@@ -295,42 +299,46 @@ const MIN_SQLITE: [u32; 3] = [3, 51, 3];
 impl Store {
     /// Opens (or creates) the database file, for this user only, and migrates its schema. The caller holds the data directory's
     /// lock ([`crate::files::DataDir`]), so there is one server per file.
-    pub async fn open(database: &Path) -> Result<Store, StoreError> {
-        sqlite_version().await?;
-        let cannot_open = |source| StoreError::Open { path: database.to_owned(), source };
-        make_private(database).map_err(|error| cannot_open(sqlx::Error::Io(error)))?;
-        let options = SqliteConnectOptions::new()
-            .filename(database)
-            .foreign_keys(true)
-            .busy_timeout(Duration::from_secs(5))
-            .pragma("trusted_schema", "OFF");
-        // Connections live as long as the server: no maximum lifetime, no idle timeout, no ping before use.
-        let pool = SqlitePoolOptions::new().max_lifetime(None).idle_timeout(None).test_before_acquire(false);
-        let writer = pool
-            .clone()
-            .max_connections(1)
-            // The previous user of the connection may have lowered `synchronous`, so it is set again.
-            .before_acquire(|writer, _| {
-                Box::pin(async move { sqlx::query("PRAGMA synchronous = FULL").execute(writer).await.map(|_| true) })
-            })
-            .connect_with(
-                options
-                    .clone()
-                    .create_if_missing(true)
-                    .journal_mode(SqliteJournalMode::Wal)
-                    .synchronous(SqliteSynchronous::Full)
-                    .pragma("wal_autocheckpoint", MAX_LOG_PAGES)
-                    .optimize_on_close(true, 400),
-            )
-            .await
-            .map_err(cannot_open)?;
-        version::MIGRATIONS.run(&writer).await.map_err(version::not_migrated)?;
-        let checkpointer = pool.clone().max_connections(1).connect_lazy_with(options.clone());
-        let searchers =
-            pool.clone().max_connections(SEARCH_CONNECTIONS).connect_lazy_with(options.clone().read_only(true));
-        let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
-        let changes = Arc::default();
-        Ok(Store { writer, readers, searchers, checkpointer, changes, judges: false })
+    pub fn open<'a>(database: &'a Path) -> BoxFuture<'a, Result<Store, StoreError>> {
+        Box::pin(async move {
+            sqlite_version().await?;
+            let cannot_open = |source| StoreError::Open { path: database.to_owned(), source };
+            make_private(database).map_err(|error| cannot_open(sqlx::Error::Io(error)))?;
+            let options = SqliteConnectOptions::new()
+                .filename(database)
+                .foreign_keys(true)
+                .busy_timeout(Duration::from_secs(5))
+                .pragma("trusted_schema", "OFF");
+            // Connections live as long as the server: no maximum lifetime, no idle timeout, no ping before use.
+            let pool = SqlitePoolOptions::new().max_lifetime(None).idle_timeout(None).test_before_acquire(false);
+            let writer = pool
+                .clone()
+                .max_connections(1)
+                // The previous user of the connection may have lowered `synchronous`, so it is set again.
+                .before_acquire(|writer, _| {
+                    Box::pin(
+                        async move { sqlx::query("PRAGMA synchronous = FULL").execute(writer).await.map(|_| true) },
+                    )
+                })
+                .connect_with(
+                    options
+                        .clone()
+                        .create_if_missing(true)
+                        .journal_mode(SqliteJournalMode::Wal)
+                        .synchronous(SqliteSynchronous::Full)
+                        .pragma("wal_autocheckpoint", MAX_LOG_PAGES)
+                        .optimize_on_close(true, 400),
+                )
+                .await
+                .map_err(cannot_open)?;
+            version::MIGRATIONS.run(&writer).await.map_err(version::not_migrated)?;
+            let checkpointer = pool.clone().max_connections(1).connect_lazy_with(options.clone());
+            let searchers =
+                pool.clone().max_connections(SEARCH_CONNECTIONS).connect_lazy_with(options.clone().read_only(true));
+            let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
+            let changes = Arc::default();
+            Ok(Store { writer, readers, searchers, checkpointer, changes, judges: false })
+        })
     }
 
     /// Closes every connection and checkpoints the WAL into the file.

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 
+use futures::future::BoxFuture;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -158,23 +159,26 @@ impl Store {
     }
 
     /// Returns the additional data of these jobs, which is not in their rows; deleted jobs are left out.
-    pub async fn jobs_beside(&self, ids: &[JobId]) -> Result<HashMap<JobId, JobBeside>, StoreError> {
-        let doing = "read the additional data of jobs";
-        let mut reader = self.readers.begin().await.doing(doing)?;
-        let rows = sqlx::query(BESIDE_JOBS).bind(to_json("ids", &ids)?).fetch_all(&mut *reader).await.doing(doing)?;
-        let mut places = Vec::new();
-        let mut beside = HashMap::with_capacity(rows.len());
-        for row in &rows {
-            let id: JobId = id_column(row, "id")?;
-            beside.insert(id, JobBeside::read(row)?);
-            if column(row, "queued")? {
-                places.push((column(row, "priority")?, column(row, "queue_order")?, id));
+    pub fn jobs_beside<'a>(&'a self, ids: &'a [JobId]) -> BoxFuture<'a, Result<HashMap<JobId, JobBeside>, StoreError>> {
+        Box::pin(async move {
+            let doing = "read the additional data of jobs";
+            let mut reader = self.readers.begin().await.doing(doing)?;
+            let rows =
+                sqlx::query(BESIDE_JOBS).bind(to_json("ids", &ids)?).fetch_all(&mut *reader).await.doing(doing)?;
+            let mut places = Vec::new();
+            let mut beside = HashMap::with_capacity(rows.len());
+            for row in &rows {
+                let id: JobId = id_column(row, "id")?;
+                beside.insert(id, JobBeside::read(row)?);
+                if column(row, "queued")? {
+                    places.push((column(row, "priority")?, column(row, "queue_order")?, id));
+                }
             }
-        }
-        for (id, position) in positions(&mut reader, places).await? {
-            beside.entry(id).or_default().queue_position = Some(position);
-        }
-        Ok(beside)
+            for (id, position) in positions(&mut reader, places).await? {
+                beside.entry(id).or_default().queue_position = Some(position);
+            }
+            Ok(beside)
+        })
     }
 
     /// Returns the job's position in the queue, 1 = next; `None` = not queued.

@@ -1,5 +1,6 @@
 //! Registered models: names for directories, with their properties.
 
+use futures::future::BoxFuture;
 use serde_json::Value;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
@@ -76,15 +77,16 @@ pub struct NewModel {
 impl Store {
     /// Registers a model. Returns the row, and whether it is new. The same id from the same source is updated to the new hash; from
     /// another source, or of another owner, it is `Exists`.
-    pub async fn model_create(&self, new: NewModel, now: i64) -> Result<(ModelRow, bool), StoreError> {
-        let doing = "register a model";
-        let NewModel { id, source, sha256, card, owner } = new;
-        let mut tx = self.begin(doing).await?;
-        let known = model_row(&mut tx, &id).await?;
-        if known.as_ref().is_some_and(|known| known.source != source || known.owner != owner) {
-            return Err(StoreError::Exists { kind: "model", id });
-        }
-        let row = sqlx::query(
+    pub fn model_create(&self, new: NewModel, now: i64) -> BoxFuture<'_, Result<(ModelRow, bool), StoreError>> {
+        Box::pin(async move {
+            let doing = "register a model";
+            let NewModel { id, source, sha256, card, owner } = new;
+            let mut tx = self.begin(doing).await?;
+            let known = model_row(&mut tx, &id).await?;
+            if known.as_ref().is_some_and(|known| known.source != source || known.owner != owner) {
+                return Err(StoreError::Exists { kind: "model", id });
+            }
+            let row = sqlx::query(
             "INSERT INTO models (id, source, state, sha256, card, owner, created_at) VALUES (?, ?, 'ready', ?, ?, ?, ?) \
              ON CONFLICT (id) DO UPDATE SET sha256 = excluded.sha256, card = excluded.card RETURNING *",
         )
@@ -97,9 +99,10 @@ impl Store {
         .fetch_one(&mut *tx)
         .await
         .doing(doing)?;
-        let row = ModelRow::read(&row)?;
-        self.commit(tx, doing).await?;
-        Ok((row, known.is_none()))
+            let row = ModelRow::read(&row)?;
+            self.commit(tx, doing).await?;
+            Ok((row, known.is_none()))
+        })
     }
 
     /// Returns one model, or `NotFound`.
@@ -134,32 +137,34 @@ impl Store {
     }
 
     /// Unregisters a model (its files are kept). `InUse` if a job that has not ended needs it.
-    pub async fn model_delete(&self, id: &str) -> Result<(), StoreError> {
-        let doing = "delete a model";
-        let mut tx = self.begin(doing).await?;
-        let jobs = sqlx::query(
-            "SELECT id FROM jobs
+    pub fn model_delete<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move {
+            let doing = "delete a model";
+            let mut tx = self.begin(doing).await?;
+            let jobs = sqlx::query(
+                "SELECT id FROM jobs
              WHERE state IN ('queued', 'running', 'paused')
                AND (model = ? OR EXISTS (SELECT 1 FROM json_each(jobs.plan, '$.reward_models') WHERE key = ?))
              ORDER BY id LIMIT 20",
-        )
-        .bind(id)
-        .bind(id)
-        .fetch_all(&mut *tx)
-        .await
-        .doing(doing)?
-        .iter()
-        .map(|row| id_column(row, "id"))
-        .collect::<Result<Vec<_>, _>>()?;
-        if !jobs.is_empty() {
-            return Err(StoreError::InUse { kind: "model", id: id.to_owned(), jobs });
-        }
-        let done = sqlx::query("DELETE FROM models WHERE id = ?").bind(id).execute(&mut *tx).await.doing(doing)?;
-        if done.rows_affected() == 0 {
-            return Err(StoreError::NotFound { kind: "model", id: id.to_owned() });
-        }
-        self.commit(tx, doing).await?;
-        Ok(())
+            )
+            .bind(id)
+            .bind(id)
+            .fetch_all(&mut *tx)
+            .await
+            .doing(doing)?
+            .iter()
+            .map(|row| id_column(row, "id"))
+            .collect::<Result<Vec<_>, _>>()?;
+            if !jobs.is_empty() {
+                return Err(StoreError::InUse { kind: "model", id: id.to_owned(), jobs });
+            }
+            let done = sqlx::query("DELETE FROM models WHERE id = ?").bind(id).execute(&mut *tx).await.doing(doing)?;
+            if done.rows_affected() == 0 {
+                return Err(StoreError::NotFound { kind: "model", id: id.to_owned() });
+            }
+            self.commit(tx, doing).await?;
+            Ok(())
+        })
     }
 }
 

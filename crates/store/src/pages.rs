@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-
+use futures::future::BoxFuture;
 use sqlx::sqlite::SqliteRow;
 
 use super::{Doing, Store, StoreError, column};
@@ -58,18 +58,24 @@ impl Store {
         newest: Newest<'_>,
         read: impl Fn(&SqliteRow) -> Result<T, StoreError>,
     ) -> Result<Page<T>, StoreError> {
-        let Newest { list, sql, owner, after, limit, more } = newest;
-        let (before, id) = newest_after(list, after)?;
-        let limit = limit.clamp(1, 1000);
-        let mut query = sqlx::query(sql).bind(before).bind(id).bind(owner).bind(i64::from(limit) + 1);
-        for value in more {
-            query = query.bind(*value);
-        }
-        let rows = query.fetch_all(&self.readers).await.doing("read a page of a list of objects")?;
+        let (list, limit) = (newest.list, newest.limit.clamp(1, 1000));
+        let rows = self.newest_rows(newest, limit).await?;
         let place = |row: &SqliteRow| Ok((column::<i64>(row, "created_at")?.to_string(), column::<String>(row, "id")?));
         let data = rows.iter().map(|row| Ok((read(row)?, place(row)?))).collect::<Result<Vec<_>, StoreError>>()?;
         let page = page(data, limit, |(_, (created_at, id))| cursor(list, [created_at, id]));
         Ok(Page { data: page.data.into_iter().map(|(row, _)| row).collect(), next: page.next })
+    }
+
+    /// Returns the rows of a page, and the first one of the next page.
+    fn newest_rows<'a>(&'a self, newest: Newest<'a>, limit: u32) -> BoxFuture<'a, Result<Vec<SqliteRow>, StoreError>> {
+        Box::pin(async move {
+            let (before, id) = newest_after(newest.list, newest.after)?;
+            let mut query = sqlx::query(newest.sql).bind(before).bind(id).bind(newest.owner).bind(i64::from(limit) + 1);
+            for value in newest.more {
+                query = query.bind(*value);
+            }
+            query.fetch_all(&self.readers).await.doing("read a page of a list of objects")
+        })
     }
 }
 

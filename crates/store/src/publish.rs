@@ -1,5 +1,6 @@
 //! Publication of a checkpoint: its files first, then the database row that names them.
 
+use futures::future::BoxFuture;
 use rlood_types::error_text::with_causes;
 
 use crate::failpoint::{fail_point, without};
@@ -27,39 +28,41 @@ pub enum PublishError {
 /// # Errors
 /// Fails if the attempt does not own the job, the files do not match the list, or the database or the data
 /// directory cannot be used.
-pub async fn publish_checkpoint(
-    store: &Store,
-    data: &DataDir,
-    checkpoint: PublishCheckpoint<'_>,
+pub fn publish_checkpoint<'a>(
+    store: &'a Store,
+    data: &'a DataDir,
+    checkpoint: PublishCheckpoint<'a>,
     now: i64,
-) -> Result<CheckpointId, PublishError> {
-    let PublishCheckpoint { job, attempt, step, files, .. } = checkpoint;
-    store.claim_check(job, attempt).await?;
-    // The worker repeats this call if the response to the first one was lost.
-    let rows = store.checkpoint_list(job).await?;
-    if let Some(row) = rows.iter().find(|row| (row.step, row.attempt) == (step, attempt) && row.files == files) {
-        return Ok(row.id);
-    }
-    let listed = files.to_vec();
-    let place = data.in_background(move |data| data.checkpoint_commit(job, step, attempt, &listed));
-    let publication = if without!(ManifestLast) {
-        let publication = store.checkpoint_publish(checkpoint, now).await?;
-        place.await?;
-        publication
-    } else {
-        place.await?;
-        fail_point!("publish.placed").map_err(PublishError::Stopped)?;
-        store.checkpoint_publish(checkpoint, now).await?
-    };
-    data.checkpoint_published(job, step, attempt);
-    fail_point!("publish.published").map_err(PublishError::Stopped)?;
-    let removed = publication.removed;
-    // The new checkpoint is published by now. A rotated directory that cannot be removed is removed at the next start.
-    let swept = data.in_background(move |data| {
-        removed.iter().try_for_each(|old| data.checkpoint_remove(old.job, old.step, old.attempt))
-    });
-    if let Err(error) = swept.await {
-        tracing::warn!(target: "rlood::http::worker", %job, error = with_causes(&error), "the files of an old checkpoint could not be removed");
-    }
-    Ok(publication.id)
+) -> BoxFuture<'a, Result<CheckpointId, PublishError>> {
+    Box::pin(async move {
+        let PublishCheckpoint { job, attempt, step, files, .. } = checkpoint;
+        store.claim_check(job, attempt).await?;
+        // The worker repeats this call if the response to the first one was lost.
+        let rows = store.checkpoint_list(job).await?;
+        if let Some(row) = rows.iter().find(|row| (row.step, row.attempt) == (step, attempt) && row.files == files) {
+            return Ok(row.id);
+        }
+        let listed = files.to_vec();
+        let place = data.in_background(move |data| data.checkpoint_commit(job, step, attempt, &listed));
+        let publication = if without!(ManifestLast) {
+            let publication = store.checkpoint_publish(checkpoint, now).await?;
+            place.await?;
+            publication
+        } else {
+            place.await?;
+            fail_point!("publish.placed").map_err(PublishError::Stopped)?;
+            store.checkpoint_publish(checkpoint, now).await?
+        };
+        data.checkpoint_published(job, step, attempt);
+        fail_point!("publish.published").map_err(PublishError::Stopped)?;
+        let removed = publication.removed;
+        // The new checkpoint is published by now. A rotated directory that cannot be removed is removed at the next start.
+        let swept = data.in_background(move |data| {
+            removed.iter().try_for_each(|old| data.checkpoint_remove(old.job, old.step, old.attempt))
+        });
+        if let Err(error) = swept.await {
+            tracing::warn!(target: "rlood::http::worker", %job, error = with_causes(&error), "the files of an old checkpoint could not be removed");
+        }
+        Ok(publication.id)
+    })
 }

@@ -1,5 +1,6 @@
 //! Creates a job from one that has ended, with its plan and secrets: from the start, or resuming the old job's state.
 
+use futures::future::BoxFuture;
 use serde_json::json;
 use sqlx::sqlite::SqliteConnection;
 
@@ -38,23 +39,24 @@ impl Store {
         self.job_retry_with(id, new_id, Some(continuation), now).await
     }
 
-    async fn job_retry_with(
-        &self,
+    fn job_retry_with<'a>(
+        &'a self,
         id: JobId,
         new_id: JobId,
-        continuation: Option<&Continuation>,
+        continuation: Option<&'a Continuation>,
         now: i64,
-    ) -> Result<JobRow, StoreError> {
-        let doing = "retry a job";
-        let mut tx = self.begin(doing).await?;
-        let old = job_row(&mut tx, id).await?;
-        if !old.state.is_terminal() {
-            return Err(StoreError::IllegalMove { state: old.state, action: Action::Retry });
-        }
-        if waits_for_data(&mut tx, id).await? {
-            return Err(StoreError::NoPlan { job: id });
-        }
-        sqlx::query(
+    ) -> BoxFuture<'a, Result<JobRow, StoreError>> {
+        Box::pin(async move {
+            let doing = "retry a job";
+            let mut tx = self.begin(doing).await?;
+            let old = job_row(&mut tx, id).await?;
+            if !old.state.is_terminal() {
+                return Err(StoreError::IllegalMove { state: old.state, action: Action::Retry });
+            }
+            if waits_for_data(&mut tx, id).await? {
+                return Err(StoreError::NoPlan { job: id });
+            }
+            sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, queue_order, total_steps, model, spec, plan, secrets, metadata, \
              parent, owner, created_at) \
              SELECT ?, name, 'queued', priority, (SELECT MAX(queue_order) + 1 FROM jobs), total_steps, model, spec, plan, \
@@ -66,25 +68,26 @@ impl Store {
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        sqlx::query(
-            "INSERT INTO job_datasets (job_id, dataset_id) SELECT ?, dataset_id FROM job_datasets WHERE job_id = ?",
-        )
-        .bind(new_id.to_string())
-        .bind(id.to_string())
-        .execute(&mut *tx)
-        .await
-        .doing(doing)?;
-        let from_step =
-            continuation.map(|continuation| continuation.checkpoints.first().map_or(0, |newest| newest.step));
-        self.job_created(&mut tx, new_id, (Some(id), from_step), now).await?;
-        if let Some(continuation) = continuation {
-            continue_from(&mut tx, id, new_id, continuation, now).await?;
-        }
-        let row = job_row(&mut tx, new_id).await?;
-        self.commit(tx, doing).await?;
-        self.wake_job(row.id);
-        self.wake_queue();
-        Ok(row)
+            sqlx::query(
+                "INSERT INTO job_datasets (job_id, dataset_id) SELECT ?, dataset_id FROM job_datasets WHERE job_id = ?",
+            )
+            .bind(new_id.to_string())
+            .bind(id.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+            let from_step =
+                continuation.map(|continuation| continuation.checkpoints.first().map_or(0, |newest| newest.step));
+            self.job_created(&mut tx, new_id, (Some(id), from_step), now).await?;
+            if let Some(continuation) = continuation {
+                continue_from(&mut tx, id, new_id, continuation, now).await?;
+            }
+            let row = job_row(&mut tx, new_id).await?;
+            self.commit(tx, doing).await?;
+            self.wake_job(row.id);
+            self.wake_queue();
+            Ok(row)
+        })
     }
 }
 

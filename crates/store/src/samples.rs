@@ -8,6 +8,7 @@
 use std::time::Instant;
 
 use futures::TryStreamExt;
+use futures::future::BoxFuture;
 use serde_json::json;
 use sqlx::sqlite::SqliteRow;
 use sqlx::{QueryBuilder, Sqlite};
@@ -239,72 +240,75 @@ impl Store {
     /// Removes the oldest samples, whole steps at a time, until they take at most `max_bytes` minus 1/64: samples of training
     /// first, then of evaluations. The newest step of either is never removed. The event `samples.removed` reports the removal.
     /// `None` if nothing was removed. 0 = no limit.
-    pub async fn samples_retain(
+    pub fn samples_retain(
         &self,
         job: JobId,
         max_bytes: u64,
         now: i64,
-    ) -> Result<Option<SamplesRemoved>, StoreError> {
-        let doing = "remove old samples of a job";
-        let size = "SELECT COALESCE(MAX(size_bytes), 0) FROM sample_usage WHERE job_id = ?";
-        let used: i64 = sqlx::query_scalar(size).bind(job.to_string()).fetch_one(&self.readers).await.doing(doing)?;
-        if max_bytes == 0 || used <= int(max_bytes) {
-            return Ok(None);
-        }
-        let goal = int(max_bytes - max_bytes / 64);
-        let mut tx = self.begin(doing).await?;
-        let (mut samples, mut to_step, mut left) = (0, None, MAX_REMOVED_STEPS);
-        let before: i64 = sqlx::query_scalar(size).bind(job.to_string()).fetch_one(&mut *tx).await.doing(doing)?;
-        let mut used = before;
-        for phase in [SamplePhase::Train, SamplePhase::Eval] {
-            while used > goal && left > 0 {
-                let oldest: Option<i64> = sqlx::query_scalar(
-                    "SELECT MIN(step) FROM samples WHERE job_id = ?1 AND phase = ?2 \
+    ) -> BoxFuture<'_, Result<Option<SamplesRemoved>, StoreError>> {
+        Box::pin(async move {
+            let doing = "remove old samples of a job";
+            let size = "SELECT COALESCE(MAX(size_bytes), 0) FROM sample_usage WHERE job_id = ?";
+            let used: i64 =
+                sqlx::query_scalar(size).bind(job.to_string()).fetch_one(&self.readers).await.doing(doing)?;
+            if max_bytes == 0 || used <= int(max_bytes) {
+                return Ok(None);
+            }
+            let goal = int(max_bytes - max_bytes / 64);
+            let mut tx = self.begin(doing).await?;
+            let (mut samples, mut to_step, mut left) = (0, None, MAX_REMOVED_STEPS);
+            let before: i64 = sqlx::query_scalar(size).bind(job.to_string()).fetch_one(&mut *tx).await.doing(doing)?;
+            let mut used = before;
+            for phase in [SamplePhase::Train, SamplePhase::Eval] {
+                while used > goal && left > 0 {
+                    let oldest: Option<i64> = sqlx::query_scalar(
+                        "SELECT MIN(step) FROM samples WHERE job_id = ?1 AND phase = ?2 \
                      AND step < (SELECT MAX(step) FROM samples WHERE job_id = ?1 AND phase = ?2)",
-                )
-                .bind(job.to_string())
-                .bind(variant_name(&phase)?)
-                .fetch_one(&mut *tx)
-                .await
-                .doing(doing)?;
-                let Some(oldest) = oldest else { break };
-                let done = sqlx::query("DELETE FROM samples WHERE job_id = ? AND phase = ? AND step = ?")
+                    )
                     .bind(job.to_string())
                     .bind(variant_name(&phase)?)
-                    .bind(oldest)
-                    .execute(&mut *tx)
+                    .fetch_one(&mut *tx)
                     .await
                     .doing(doing)?;
-                samples += done.rows_affected();
-                left -= 1;
-                if phase == SamplePhase::Train {
-                    to_step = Some(oldest);
+                    let Some(oldest) = oldest else { break };
+                    let done = sqlx::query("DELETE FROM samples WHERE job_id = ? AND phase = ? AND step = ?")
+                        .bind(job.to_string())
+                        .bind(variant_name(&phase)?)
+                        .bind(oldest)
+                        .execute(&mut *tx)
+                        .await
+                        .doing(doing)?;
+                    samples += done.rows_affected();
+                    left -= 1;
+                    if phase == SamplePhase::Train {
+                        to_step = Some(oldest);
+                    }
+                    used = sqlx::query_scalar(size).bind(job.to_string()).fetch_one(&mut *tx).await.doing(doing)?;
                 }
-                used = sqlx::query_scalar(size).bind(job.to_string()).fetch_one(&mut *tx).await.doing(doing)?;
             }
-        }
-        if samples == 0 {
-            return Ok(None);
-        }
-        let size_bytes = before - used;
-        sqlx::query(
-            "UPDATE sample_usage SET removed_samples = removed_samples + ?, removed_bytes = removed_bytes + ?, \
+            if samples == 0 {
+                return Ok(None);
+            }
+            let size_bytes = before - used;
+            sqlx::query(
+                "UPDATE sample_usage SET removed_samples = removed_samples + ?, removed_bytes = removed_bytes + ?, \
              removed_to_step = COALESCE(?, removed_to_step) WHERE job_id = ?",
-        )
-        .bind(int(samples))
-        .bind(size_bytes)
-        .bind(to_step)
-        .bind(job.to_string())
-        .execute(&mut *tx)
-        .await
-        .doing(doing)?;
-        let data =
-            json!({ "samples": samples, "size_bytes": size_bytes, "to_step": to_step, "limit_bytes": max_bytes });
-        event_insert(&mut tx, job, "samples.removed", now, data).await?;
-        self.commit(tx, doing).await?;
-        self.wake_job(job);
-        let to_step = to_step.map(i64::unsigned_abs);
-        Ok(Some(SamplesRemoved { samples, size_bytes: size_bytes.unsigned_abs(), to_step }))
+            )
+            .bind(int(samples))
+            .bind(size_bytes)
+            .bind(to_step)
+            .bind(job.to_string())
+            .execute(&mut *tx)
+            .await
+            .doing(doing)?;
+            let data =
+                json!({ "samples": samples, "size_bytes": size_bytes, "to_step": to_step, "limit_bytes": max_bytes });
+            event_insert(&mut tx, job, "samples.removed", now, data).await?;
+            self.commit(tx, doing).await?;
+            self.wake_job(job);
+            let to_step = to_step.map(i64::unsigned_abs);
+            Ok(Some(SamplesRemoved { samples, size_bytes: size_bytes.unsigned_abs(), to_step }))
+        })
     }
 }
 

@@ -1,5 +1,7 @@
 //! Sessions of browsers that are signed in. The cookie's value is stored as a hash; a session ends with its key.
 
+use futures::future::BoxFuture;
+
 use super::api_keys::KeyRow;
 use super::{Doing, Store, StoreError, column};
 use crate::id::KeyId;
@@ -52,35 +54,42 @@ impl Store {
     }
 
     /// Returns the session with this hash, if it has not expired.
-    pub async fn session_find(&self, sha256: &[u8], now: i64) -> Result<Option<SessionRow>, StoreError> {
-        let doing = "look up a session";
-        let row =
-            sqlx::query("SELECT key_id, operator_sha256, expires_at FROM sessions WHERE sha256 = ? AND expires_at > ?")
-                .bind(sha256)
-                .bind(now)
-                .fetch_optional(&self.readers)
-                .await
-                .doing(doing)?;
-        let Some(row) = row else { return Ok(None) };
-        let key = match column::<Option<&str>>(&row, "key_id")? {
-            None => None,
-            Some(id) => {
-                let key = sqlx::query("SELECT * FROM api_keys WHERE id = ?")
-                    .bind(id)
-                    .fetch_optional(&self.readers)
-                    .await
-                    .doing(doing)?;
-                match key.as_ref().map(KeyRow::read).transpose()?.filter(|key| key.is_usable(now)) {
-                    Some(key) => Some(key),
-                    None => return Ok(None),
+    pub fn session_find<'a>(
+        &'a self,
+        sha256: &'a [u8],
+        now: i64,
+    ) -> BoxFuture<'a, Result<Option<SessionRow>, StoreError>> {
+        Box::pin(async move {
+            let doing = "look up a session";
+            let row = sqlx::query(
+                "SELECT key_id, operator_sha256, expires_at FROM sessions WHERE sha256 = ? AND expires_at > ?",
+            )
+            .bind(sha256)
+            .bind(now)
+            .fetch_optional(&self.readers)
+            .await
+            .doing(doing)?;
+            let Some(row) = row else { return Ok(None) };
+            let key = match column::<Option<&str>>(&row, "key_id")? {
+                None => None,
+                Some(id) => {
+                    let key = sqlx::query("SELECT * FROM api_keys WHERE id = ?")
+                        .bind(id)
+                        .fetch_optional(&self.readers)
+                        .await
+                        .doing(doing)?;
+                    match key.as_ref().map(KeyRow::read).transpose()?.filter(|key| key.is_usable(now)) {
+                        Some(key) => Some(key),
+                        None => return Ok(None),
+                    }
                 }
-            }
-        };
-        Ok(Some(SessionRow {
-            key,
-            operator_sha256: column(&row, "operator_sha256")?,
-            expires_at: column(&row, "expires_at")?,
-        }))
+            };
+            Ok(Some(SessionRow {
+                key,
+                operator_sha256: column(&row, "operator_sha256")?,
+                expires_at: column(&row, "expires_at")?,
+            }))
+        })
     }
 
     /// Ends a session. Repeating the call has no effect.

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use futures::future::BoxFuture;
 use rlood_types::storage::{StorageKind, StorageUse};
 use sqlx::sqlite::SqliteRow;
 
@@ -48,37 +49,39 @@ struct ModelPlace {
 ///
 /// # Errors
 /// Fails if the database or the directory cannot be read.
-pub async fn report(store: &Store, files: &DataDir) -> Result<StorageReport, StorageError> {
-    let models = store.model_places().await?;
-    let (inside, outside): (Vec<_>, Vec<_>) =
-        models.into_iter().partition(|model| model.source.starts_with(files.root()));
-    let owners = Owners {
-        jobs: store.owners_by_id("SELECT id, owner FROM jobs").await?.into_iter().collect(),
-        datasets: store.owners_by_id("SELECT id, owner FROM datasets").await?.into_iter().collect(),
-        adapters: store.owners_by_id("SELECT id, owner FROM adapters").await?.into_iter().collect(),
-        exports: store.owners_by_id(EXPORT_OWNERS).await?.into_iter().collect(),
-        models: inside.into_iter().map(|model| (model.source, model.owner)).collect(),
-    };
-    let rows = store.row_usage().await?;
-    let mut usage = files.in_background(move |files| files.usage(&owners)).await?;
-    // The rows are part of the database file, so their size is subtracted from it.
-    let in_rows: u64 = rows.iter().map(|(_, _, used)| used.size_bytes).sum();
-    if let Some(database) = usage.get_mut(&(StorageKind::Database, String::new())) {
-        database.size_bytes = database.size_bytes.saturating_sub(in_rows);
-    }
-    for (kind, owner, used) in rows {
-        *usage.entry((kind, owner)).or_default() += used;
-    }
-    let mut elsewhere: Vec<(String, StorageUse)> = Vec::new();
-    for ModelPlace { owner, size_bytes, .. } in outside {
-        let used = StorageUse { size_bytes, count: 1 };
-        match elsewhere.iter_mut().find(|(known, _)| *known == owner) {
-            Some((_, sum)) => *sum += used,
-            None => elsewhere.push((owner, used)),
+pub fn report<'a>(store: &'a Store, files: &'a DataDir) -> BoxFuture<'a, Result<StorageReport, StorageError>> {
+    Box::pin(async move {
+        let models = store.model_places().await?;
+        let (inside, outside): (Vec<_>, Vec<_>) =
+            models.into_iter().partition(|model| model.source.starts_with(files.root()));
+        let owners = Owners {
+            jobs: store.owners_by_id("SELECT id, owner FROM jobs").await?.into_iter().collect(),
+            datasets: store.owners_by_id("SELECT id, owner FROM datasets").await?.into_iter().collect(),
+            adapters: store.owners_by_id("SELECT id, owner FROM adapters").await?.into_iter().collect(),
+            exports: store.owners_by_id(EXPORT_OWNERS).await?.into_iter().collect(),
+            models: inside.into_iter().map(|model| (model.source, model.owner)).collect(),
+        };
+        let rows = store.row_usage().await?;
+        let mut usage = files.in_background(move |files| files.usage(&owners)).await?;
+        // The rows are part of the database file, so their size is subtracted from it.
+        let in_rows: u64 = rows.iter().map(|(_, _, used)| used.size_bytes).sum();
+        if let Some(database) = usage.get_mut(&(StorageKind::Database, String::new())) {
+            database.size_bytes = database.size_bytes.saturating_sub(in_rows);
         }
-    }
-    let (disk_bytes, free_bytes) = (disk_bytes(files.root())?, files.free_bytes()?);
-    Ok(StorageReport { usage, elsewhere, free_bytes, disk_bytes })
+        for (kind, owner, used) in rows {
+            *usage.entry((kind, owner)).or_default() += used;
+        }
+        let mut elsewhere: Vec<(String, StorageUse)> = Vec::new();
+        for ModelPlace { owner, size_bytes, .. } in outside {
+            let used = StorageUse { size_bytes, count: 1 };
+            match elsewhere.iter_mut().find(|(known, _)| *known == owner) {
+                Some((_, sum)) => *sum += used,
+                None => elsewhere.push((owner, used)),
+            }
+        }
+        let (disk_bytes, free_bytes) = (disk_bytes(files.root())?, files.free_bytes()?);
+        Ok(StorageReport { usage, elsewhere, free_bytes, disk_bytes })
+    })
 }
 
 impl Store {

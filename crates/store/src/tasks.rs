@@ -7,6 +7,7 @@
 //! ```
 //! The runner of a task holds its attempt: reports of a former attempt are rejected.
 
+use futures::future::BoxFuture;
 use rlood_types::task::TaskState;
 use serde_json::{Map, Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -127,42 +128,55 @@ impl Store {
     }
 
     /// Ends a running task; does nothing if it no longer belongs to this attempt.
-    pub async fn task_finish(&self, row: &TaskRow, end: TaskEnd, now: i64) -> Result<(), StoreError> {
-        let doing = "end a task";
-        let (state, result, error, expires) = match end {
-            TaskEnd::Succeeded(result, expires) => (TaskState::Succeeded, Some(result), None, expires),
-            TaskEnd::Failed(error) => (TaskState::Failed, None, Some(error), None),
-        };
-        let mut tx = self.begin(doing).await?;
-        let json = |value: Option<Value>| value.map(|value| value.to_string());
-        let ended = sqlx::query(
-            "UPDATE tasks SET state = ?, result = ?, error = ?, expires_at = ?, finished_at = ? \
+    pub fn task_finish<'a>(
+        &'a self,
+        row: &'a TaskRow,
+        end: TaskEnd,
+        now: i64,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move {
+            let doing = "end a task";
+            let (state, result, error, expires) = match end {
+                TaskEnd::Succeeded(result, expires) => (TaskState::Succeeded, Some(result), None, expires),
+                TaskEnd::Failed(error) => (TaskState::Failed, None, Some(error), None),
+            };
+            let mut tx = self.begin(doing).await?;
+            let json = |value: Option<Value>| value.map(|value| value.to_string());
+            let ended = sqlx::query(
+                "UPDATE tasks SET state = ?, result = ?, error = ?, expires_at = ?, finished_at = ? \
              WHERE id = ? AND attempt = ? AND state = 'running' RETURNING *",
-        )
-        .bind(variant_name(&state)?)
-        .bind(json(result))
-        .bind(json(error))
-        .bind(expires)
-        .bind(now)
-        .bind(&row.id)
-        .bind(int(row.attempt))
-        .fetch_optional(&mut *tx)
-        .await
-        .doing(doing)?;
-        let Some(ended) = ended else { return Ok(()) };
-        task_event(&mut tx, &TaskRow::read(&ended)?, now).await?;
-        self.commit(tx, doing).await?;
-        self.wake_job(row.job);
-        // A push may wait for this export.
-        self.wake_tasks();
-        Ok(())
+            )
+            .bind(variant_name(&state)?)
+            .bind(json(result))
+            .bind(json(error))
+            .bind(expires)
+            .bind(now)
+            .bind(&row.id)
+            .bind(int(row.attempt))
+            .fetch_optional(&mut *tx)
+            .await
+            .doing(doing)?;
+            let Some(ended) = ended else { return Ok(()) };
+            task_event(&mut tx, &TaskRow::read(&ended)?, now).await?;
+            self.commit(tx, doing).await?;
+            self.wake_job(row.job);
+            // A push may wait for this export.
+            self.wake_tasks();
+            Ok(())
+        })
     }
 
     /// Cancels a task. A task that has ended is not changed.
-    pub async fn task_cancel(&self, kind: TaskKind, id: &str, now: i64) -> Result<TaskRow, StoreError> {
-        let doing = "cancel a task";
-        let mut tx = self.begin(doing).await?;
-        let cancelled = sqlx::query(
+    pub fn task_cancel<'a>(
+        &'a self,
+        kind: TaskKind,
+        id: &'a str,
+        now: i64,
+    ) -> BoxFuture<'a, Result<TaskRow, StoreError>> {
+        Box::pin(async move {
+            let doing = "cancel a task";
+            let mut tx = self.begin(doing).await?;
+            let cancelled = sqlx::query(
             "UPDATE tasks SET state = 'cancelled', finished_at = ? WHERE id = ? AND kind = ? AND state IN ('queued', 'running') \
              RETURNING *",
         )
@@ -172,16 +186,17 @@ impl Store {
         .fetch_optional(&mut *tx)
         .await
         .doing(doing)?;
-        let Some(cancelled) = cancelled else {
-            drop(tx);
-            return self.task_get(kind, id).await;
-        };
-        let row = TaskRow::read(&cancelled)?;
-        task_event(&mut tx, &row, now).await?;
-        self.commit(tx, doing).await?;
-        self.wake_job(row.job);
-        self.wake_tasks();
-        Ok(row)
+            let Some(cancelled) = cancelled else {
+                drop(tx);
+                return self.task_get(kind, id).await;
+            };
+            let row = TaskRow::read(&cancelled)?;
+            task_event(&mut tx, &row, now).await?;
+            self.commit(tx, doing).await?;
+            self.wake_job(row.job);
+            self.wake_tasks();
+            Ok(row)
+        })
     }
 
     /// Queues the running tasks again, because the server that ran them has ended.

@@ -1,5 +1,6 @@
 //! Worker processes: which are connected, on which device, and which job each runs.
 
+use futures::future::BoxFuture;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::claims::{Charge, job_release_seen, jobs_of_worker};
@@ -133,34 +134,36 @@ impl Store {
         Ok(())
     }
 
-    async fn worker_forget(
-        &self,
+    fn worker_forget<'a>(
+        &'a self,
         worker: WorkerId,
         charge: Charge,
-        detail: Option<&str>,
+        detail: Option<&'a str>,
         now: i64,
-    ) -> Result<Option<JobId>, StoreError> {
-        let doing = "remove a worker";
-        let mut tx = self.begin(doing).await?;
-        let held = jobs_of_worker(&mut tx, worker).await?;
-        for job in &held {
-            for line in detail.unwrap_or_default().lines() {
-                log_insert(&mut tx, job.id, job.attempt, line, now).await?;
+    ) -> BoxFuture<'a, Result<Option<JobId>, StoreError>> {
+        Box::pin(async move {
+            let doing = "remove a worker";
+            let mut tx = self.begin(doing).await?;
+            let held = jobs_of_worker(&mut tx, worker).await?;
+            for job in &held {
+                for line in detail.unwrap_or_default().lines() {
+                    log_insert(&mut tx, job.id, job.attempt, line, now).await?;
+                }
+                // The first line of `detail` describes how the process ended.
+                let ended = detail.and_then(|detail| detail.lines().next());
+                job_release_seen(&mut tx, job, charge, ended, now).await?;
             }
-            // The first line of `detail` describes how the process ended.
-            let ended = detail.and_then(|detail| detail.lines().next());
-            job_release_seen(&mut tx, job, charge, ended, now).await?;
-        }
-        sqlx::query("DELETE FROM workers WHERE id = ?")
-            .bind(worker.to_string())
-            .execute(&mut *tx)
-            .await
-            .doing(doing)?;
-        self.commit(tx, doing).await?;
-        held.iter().for_each(|job| self.wake_job(job.id));
-        self.wake_queue();
-        // A worker holds at most one job, because claiming returns its previous job to the queue.
-        Ok(held.first().map(|job| job.id))
+            sqlx::query("DELETE FROM workers WHERE id = ?")
+                .bind(worker.to_string())
+                .execute(&mut *tx)
+                .await
+                .doing(doing)?;
+            self.commit(tx, doing).await?;
+            held.iter().for_each(|job| self.wake_job(job.id));
+            self.wake_queue();
+            // A worker holds at most one job, because claiming returns its previous job to the queue.
+            Ok(held.first().map(|job| job.id))
+        })
     }
 }
 

@@ -19,6 +19,7 @@ use crate::http::error::{Code, Problem};
 use crate::http::throttle::Client;
 use crate::id::KeyId;
 use crate::listen::{Connection, is_event_stream};
+use crate::store::background::spawn;
 
 /// Maximum number of event streams per key. On a server without keys the limit is per address.
 const MAX_STREAMS: usize = 50;
@@ -178,7 +179,7 @@ impl Watches {
         watches.retain(|_, watch| watch.strong_count() > 0);
         let over = CancellationToken::new();
         let (ended, is_over) = (over.clone(), check());
-        let task = tokio::spawn(async move {
+        let task = spawn(async move {
             loop {
                 tokio::time::sleep(CHECK_INTERVAL).await;
                 if is_over().await {

@@ -9,6 +9,7 @@ use super::super::tasks::{self, Work};
 use crate::error_text::with_causes;
 use crate::export::{ExportError, ExportLine, ExportReport, ExportRequest, ExportTask};
 use crate::one_shot::{ChildLine, OneShotError};
+use crate::store::background::spawn_blocking;
 use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, clock_ms};
 use crate::supervisor::one_shot::Exports;
 
@@ -37,7 +38,7 @@ impl Work for Exporting {
         match report {
             Ok(ExportReport::Exported(result)) => {
                 let (files, id) = (state.files.clone(), row.id.clone());
-                match tokio::task::spawn_blocking(move || files.export_place(&id)).await {
+                match spawn_blocking(move || files.export_place(&id)).await {
                     Ok(Ok(())) => Ok(Some(TaskEnd::Succeeded(json!(result), Some(clock_ms() + RETENTION_MS)))),
                     Ok(Err(error)) => failed(internal(&with_causes(&error))),
                     Err(error) => failed(internal(&error.to_string())),
@@ -56,7 +57,7 @@ impl Work for Exporting {
     async fn clean(&self, state: &AppState, row: &TaskRow) {
         let (files, id) = (state.files.clone(), row.id.clone());
         // An error is ignored: files of a failed export that cannot be removed now are removed at the next start of the server.
-        let _ = tokio::task::spawn_blocking(move || files.export_remove(&id)).await;
+        let _ = spawn_blocking(move || files.export_remove(&id)).await;
     }
 }
 
@@ -102,7 +103,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<ExportTask, ExportEr
     let request: ExportRequest =
         serde_json::from_value(row.request.clone()).map_err(|error| internal(&error.to_string()))?;
     let (files, id) = (state.files.clone(), row.id.clone());
-    let begun = tokio::task::spawn_blocking(move || files.export_begin(&id)).await;
+    let begun = spawn_blocking(move || files.export_begin(&id)).await;
     let out_dir =
         begun.map_err(|error| internal(&error.to_string()))?.map_err(|error| internal(&with_causes(&error)))?;
     Ok(ExportTask {

@@ -27,6 +27,23 @@ const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 /// Parses JSON. Answers 400 for a syntax error (with line and column), 422 with a pointer for JSON of another shape. No value of
 /// the body is repeated: it may be a secret in the wrong place.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
+    let bytes = json_of(bytes)?;
+    let mut deserializer = serde_json::Deserializer::from_slice(bytes);
+    let value = serde_path_to_error::deserialize(&mut deserializer)
+        .map_err(|error| json_problem(error, bytes, &|value| error_in::<T>(value)))?;
+    deserializer.end().map_err(|error| broken(&error))?;
+    Ok(value)
+}
+
+type PathError = serde_path_to_error::Error<serde_json::Error>;
+
+/// Returns the error of reading a value as `T`. All else about errors is the same for each type.
+fn error_in<T: DeserializeOwned>(value: &Value) -> Option<PathError> {
+    serde_path_to_error::deserialize::<_, T>(value).err()
+}
+
+/// Returns the body without its byte order mark, or an error if it cannot be JSON.
+fn json_of(bytes: &[u8]) -> Result<&[u8], Problem> {
     let bytes = bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes);
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Err(Problem::new(Code::InvalidJson, "the body is empty: a JSON body is required"));
@@ -35,23 +52,22 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
         let detail = "the body is compressed with gzip but lacks the header 'content-encoding: gzip'";
         return Err(Problem::new(Code::InvalidJson, detail));
     }
-    let mut deserializer = serde_json::Deserializer::from_slice(bytes);
-    let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
-        let pointer = pointer_of(error.path());
-        let error = error.into_inner();
-        if !error.is_data() {
-            return broken(&error);
-        }
-        let text = error_text(&error);
-        if let Some(name) = missing_name(&text) {
-            return required(missing_fields::<T>(bytes, format!("{pointer}/{name}")));
-        }
-        let at = format!("line {}, column {}", error.line(), error.column());
-        let text = shortened(&describe_type_error(&text));
-        Problem::new(Code::InvalidBody, format!("{text} at '{pointer}' ({at})")).item(pointer, "invalid", text)
-    })?;
-    deserializer.end().map_err(|error| broken(&error))?;
-    Ok(value)
+    Ok(bytes)
+}
+
+fn json_problem(error: PathError, bytes: &[u8], error_in: &dyn Fn(&Value) -> Option<PathError>) -> Problem {
+    let pointer = pointer_of(error.path());
+    let error = error.into_inner();
+    if !error.is_data() {
+        return broken(&error);
+    }
+    let text = error_text(&error);
+    if let Some(name) = missing_name(&text) {
+        return required(missing_fields(bytes, format!("{pointer}/{name}"), error_in));
+    }
+    let at = format!("line {}, column {}", error.line(), error.column());
+    let text = shortened(&describe_type_error(&text));
+    Problem::new(Code::InvalidBody, format!("{text} at '{pointer}' ({at})")).item(pointer, "invalid", text)
 }
 
 fn broken(error: &serde_json::Error) -> Problem {
@@ -118,24 +134,24 @@ const MAX_SEARCHED_BYTES: usize = 64 * 1024;
 
 /// Returns the pointers of all missing required fields, in order. serde stops at the first one, so each missing field is filled
 /// with a valid value and the body is parsed again.
-fn missing_fields<T: DeserializeOwned>(bytes: &[u8], first: String) -> Vec<String> {
+fn missing_fields(bytes: &[u8], first: String, error_in: &dyn Fn(&Value) -> Option<PathError>) -> Vec<String> {
     let mut found = Vec::new();
     let whole = bytes.len() <= MAX_SEARCHED_BYTES;
     let mut value: Value = whole.then(|| serde_json::from_slice(bytes).ok()).flatten().unwrap_or_default();
     let mut next = Some(first);
     while let Some(pointer) = next.filter(|pointer| !found.contains(pointer)) {
-        next = next_missing::<T>(&mut value, &pointer);
+        next = next_missing(&mut value, &pointer, error_in);
         found.push(pointer);
     }
     found
 }
 
 /// Inserts a valid value at `pointer`, and returns the pointer of the next missing field.
-fn next_missing<T: DeserializeOwned>(value: &mut Value, pointer: &str) -> Option<String> {
+fn next_missing(value: &mut Value, pointer: &str, error_in: &dyn Fn(&Value) -> Option<PathError>) -> Option<String> {
     let (parent, name) = pointer.rsplit_once('/')?;
     for stand_in in [json!(""), json!(0), json!([]), json!({}), json!(false)] {
         value.pointer_mut(parent)?.as_object_mut()?.insert(name.to_owned(), stand_in);
-        let error = serde_path_to_error::deserialize::<_, T>(&*value).err()?;
+        let error = error_in(value)?;
         let at = pointer_of(error.path());
         let inside = at.strip_prefix(pointer).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
         if !inside {

@@ -17,6 +17,7 @@ use crate::hub::{FileHash, Hub, HubError, HubSettings, Repo, RepoKind, RepoPlan,
 use crate::modelcard::{self, ModelFile};
 use crate::protocol::FileEntry;
 use crate::reward::http_client::restricted_client;
+use crate::store::background::spawn_blocking;
 use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
 
 /// The metadata of a model before its files are downloaded.
@@ -152,7 +153,7 @@ fn origin(repo: &Repo, commit: String, bytes_total: u64) -> HubOrigin {
 async fn cached_model(naming: Naming, folder: PathBuf, origin: HubOrigin) -> Result<Inspected, Problem> {
     let Naming { id, owner, is_private } = naming;
     let read = folder.clone();
-    let described = tokio::task::spawn_blocking(move || describe(&read)).await.map_err(Problem::internal)?;
+    let described = spawn_blocking(move || describe(&read)).await.map_err(Problem::internal)?;
     let (card, sha256) = described.map_err(|detail| unusable(&id, &detail))?;
     let bytes_total = card["size_bytes"].as_u64().unwrap_or(origin.bytes_total);
     let (source, origin) = (folder.to_string_lossy().into_owned(), HubOrigin { bytes_total, ..origin });
@@ -173,7 +174,7 @@ async fn outline(
     let source = state.downloads.folder(plan.repo.id(), &plan.commit);
     let missing_bytes = plan.missing_bytes(&parts, &source);
     let source = source.to_string_lossy().into_owned();
-    let described = tokio::task::spawn_blocking(move || {
+    let described = spawn_blocking(move || {
         let (card, files) = read_card(&folder, false).map_err(|problem| problem.detail().to_owned())?;
         let sha256 = announced_fingerprint(&folder, &files, &plan)?;
         // No stamp of the files yet, because they are not downloaded.

@@ -16,6 +16,7 @@ use crate::id::{DatasetId, JobId};
 use crate::rollout::RewardSample;
 use crate::spec::Plan;
 use crate::store::SampleQuery;
+use crate::store::background::spawn_blocking;
 
 /// Returns the newest matching samples that are found in time, oldest first, in whole groups. At most `limit` samples, but
 /// at least one group.
@@ -130,5 +131,5 @@ async fn rows_of(
         }
         Ok(Some(rows))
     };
-    tokio::task::spawn_blocking(read).await.map_err(Problem::internal)?.map_err(Problem::internal)
+    spawn_blocking(read).await.map_err(Problem::internal)?.map_err(Problem::internal)
 }

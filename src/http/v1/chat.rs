@@ -25,6 +25,7 @@ use crate::openai::{
     ChatChoice, ChatCompletion, ChatFields, ChatLogprobs, ChatMessage, ChatRequest, OpenAiError, Usage,
 };
 use crate::serving::{ServedPiece, ServedRequest};
+use crate::store::background::spawn_blocking;
 use crate::store::clock_ms;
 use crate::supervisor::serving::Answers;
 
@@ -145,7 +146,7 @@ async fn render(facts: &Arc<Facts>, fields: ChatFields, tools: &mut Option<ToolU
         let ids = ids.map_err(|error| invalid("messages", "prompt_not_encodable", error.to_string()))?;
         Ok::<_, Problem>((ids, text.trim_end().ends_with("<think>")))
     };
-    let (ids, opens_reasoning) = tokio::task::spawn_blocking(encode).await.map_err(Problem::internal)??;
+    let (ids, opens_reasoning) = spawn_blocking(encode).await.map_err(Problem::internal)??;
     if let Some(tools) = tools {
         tools.opens_reasoning = opens_reasoning;
     }

@@ -25,6 +25,7 @@ use crate::openai::{
     CompletionFields, CompletionRequest, OpenAiError, Prompts, TextChoice, TextCompletion, TextLogprobs, Usage,
 };
 use crate::serving::{ServedPiece, ServedRequest, TokenLogprobs};
+use crate::store::background::spawn_blocking;
 use crate::store::clock_ms;
 use crate::supervisor::serving::Answers;
 
@@ -144,7 +145,7 @@ async fn encode(facts: &Arc<Facts>, fields: &CompletionFields) -> Result<Vec<Vec
         let one = |text: &String| facts.text.encode(text, special);
         texts.iter().map(one).collect::<Result<_, _>>().map_err(|error| error.to_string())
     };
-    let encoded = tokio::task::spawn_blocking(encode).await.map_err(Problem::internal)?;
+    let encoded = spawn_blocking(encode).await.map_err(Problem::internal)?;
     encoded.map_err(|why| invalid("prompt", "prompt_not_encodable", why))
 }
 

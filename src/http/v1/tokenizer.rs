@@ -17,6 +17,7 @@ use crate::http::auth::Caller;
 use crate::http::error::Problem;
 use crate::http::extract::{Json, Path};
 use crate::openai::{ChatFields, DetokenizeRequest, Detokenized, OpenAiError, TokenizeRequest, Tokenized};
+use crate::store::background::spawn_blocking;
 
 /// The facts of a tokenizer that clients ask for.
 #[derive(Debug, Serialize, ToSchema)]
@@ -88,7 +89,7 @@ pub(super) async fn tokenize(
         let max_model_len = facts.card.max_position_embeddings as u64;
         Ok(Json(Tokenized { count: tokens.len(), tokens, max_model_len }))
     };
-    tokio::task::spawn_blocking(encode).await.map_err(Problem::internal)?
+    spawn_blocking(encode).await.map_err(Problem::internal)?
 }
 
 /// Convert token ids to text.
@@ -108,7 +109,7 @@ pub(super) async fn detokenize(
         let text = facts.text.decode(&body.tokens, false);
         text.map_err(|error| invalid("tokens", "invalid_token", error.to_string()))
     };
-    let prompt = tokio::task::spawn_blocking(decode).await.map_err(Problem::internal)??;
+    let prompt = spawn_blocking(decode).await.map_err(Problem::internal)??;
     Ok(Json(Detokenized { prompt }))
 }
 

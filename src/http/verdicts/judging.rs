@@ -15,6 +15,7 @@ use crate::error_text::with_causes;
 use crate::files::DataDir;
 use crate::one_shot::{ChildLine, OneShotError};
 use crate::spec::{DatasetPlan, EvalPlan, Plan, PromptKey, held_out_rows, prompt_key, test_rows};
+use crate::store::background::spawn_blocking;
 use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow};
 use crate::supervisor::one_shot::Verdicts;
 use crate::verdict::{JudgeLine, JudgeReport, JudgeTask, RowSet, RowsFrom, VerdictError, VerdictSampling};
@@ -120,7 +121,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, Unanswere
     let allow_outgoing = reach::allow_outgoing(state).await;
     let allow_outgoing = allow_outgoing.map_err(|problem| failed("internal", problem.detail()))?;
     let (files, of_plan) = (state.files.clone(), plan.clone());
-    let read = tokio::task::spawn_blocking(move || read_rows(&files, &of_plan)).await;
+    let read = spawn_blocking(move || read_rows(&files, &of_plan)).await;
     let read = read.map_err(|error| {
         failed("internal", format!("the dataset rows to compare the models on could not be read: {error}"))
     })?;

@@ -12,6 +12,7 @@ use crate::error_text::with_causes;
 use crate::modelcard::text::{Prompt, TextError};
 use crate::serving::{ServedModel, ServedPurpose, ServedRequest, ServingError};
 use crate::spec::{Plan, VerdictSampling};
+use crate::store::background::spawn_blocking;
 use crate::store::{CheckpointRow, ModelRow, TaskRow};
 use crate::supervisor::serving::{Asker, Serving, StartError};
 use crate::verdict::{AnsweredRow, RowSet, SampledText, VerdictError};
@@ -77,7 +78,7 @@ impl Compared<'_> {
         let facts = state.texts.of(model.clone(), plan.model.sha256.clone()).await;
         let facts = facts.map_err(|problem| of_problem(&problem))?;
         let (of, of_plan) = (facts.clone(), plan.clone());
-        let tokenizing = tokio::task::spawn_blocking(move || tokenize(&of, &of_plan, sets));
+        let tokenizing = spawn_blocking(move || tokenize(&of, &of_plan, sets));
         let prompts =
             tokenizing.await.map_err(|error| failed("panicked", format!("tokenizing panicked: {error}")))??;
         let mut settings = plan.sampling.clone();

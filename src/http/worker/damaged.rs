@@ -17,6 +17,7 @@ use super::super::extract::{Json, Path};
 use crate::files::{self, FilesError};
 use crate::id::JobId;
 use crate::protocol::{DamagedFile, FileEntry, FileList, Inspection, ResumePoint, Verdict};
+use crate::store::background::spawn;
 use crate::store::{CheckpointRow, Damage, clock_ms};
 
 /// Maximum time that a report of a damaged file is held open while the server reads the file; the worker then asks again.
@@ -159,7 +160,7 @@ async fn find(
 fn read(state: &AppState, reported: &Reported) -> Reading {
     let (path, entry) = (reported.path.clone(), reported.entry.clone());
     let data = state.files.clone();
-    let reading = tokio::spawn(async move {
+    let reading = spawn(async move {
         let compared = data.in_background(move |_| files::compare_bytes(&path, &entry)).await;
         match compared {
             Ok(()) => Finding::Whole,

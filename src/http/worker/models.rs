@@ -22,6 +22,7 @@ use super::Fence;
 use crate::id::JobId;
 use crate::modelcard;
 use crate::protocol::{FileEntry, ModelFiles, check_file_name};
+use crate::store::background::{spawn, spawn_blocking};
 use crate::store::{Store, StoreError};
 
 /// Maximum time that a worker's request for the list of a model's files is held open while the server hashes them; the
@@ -115,7 +116,7 @@ async fn directory_of(state: &AppState, job: JobId, model: &str) -> Result<PathB
 
 /// Lists a model's files in the background, even if the caller disconnects.
 fn start_listing(store: Store, dir: PathBuf) -> Listing {
-    let listing = tokio::spawn(async move { list(&store, dir).await });
+    let listing = spawn(async move { list(&store, dir).await });
     listing.map(|listed| listed.unwrap_or_else(|error| Err(Unlisted::Failed(chain(&error))))).boxed().shared()
 }
 
@@ -123,7 +124,7 @@ async fn list(store: &Store, dir: PathBuf) -> Result<Arc<Vec<FileEntry>>, Unlist
     let source = dir.to_string_lossy().into_owned();
     let failed = |error: StoreError| Unlisted::Failed(chain(&error));
     let known = store.model_files_get(&source).await.map_err(failed)?;
-    let read = tokio::task::spawn_blocking(move || {
+    let read = spawn_blocking(move || {
         let files = modelcard::files_of(&dir)?;
         // The stamp of sizes and modification times is taken before the bytes are read, so that a file that changes meanwhile
         // has another stamp next time.

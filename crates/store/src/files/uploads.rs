@@ -11,6 +11,7 @@ use super::{
     DataDir, FilesError, StagedDone, cannot, compare_bytes, compare_sums, create_private_dir, entries, mismatch,
     remove_tree, sync_dir, verify,
 };
+use crate::background::spawn_blocking;
 use crate::digest::Sha256Digest;
 use crate::failpoint::fail_point;
 use crate::id::JobId;
@@ -47,7 +48,7 @@ impl DataDir {
         let (data, dir) = (self.clone(), self.staged_checkpoint(job, step, attempt));
         let to = dir.join(name);
         let at = to.clone();
-        let placed = tokio::task::spawn_blocking(move || {
+        let placed = spawn_blocking(move || {
             create_private_dir(&dir)?;
             {
                 // Both changes are made under one lock, so that of two uploads with one name the record
@@ -133,7 +134,7 @@ impl DataDir {
     ) -> Result<(), FilesError> {
         let to = self.rollout_adapter_file((job, attempt), adapter, name)?;
         let at = to.clone();
-        let placed = tokio::task::spawn_blocking(move || {
+        let placed = spawn_blocking(move || {
             let dir = at.parent().unwrap_or(&at);
             let is_new = !dir.is_dir();
             create_private_dir(dir)?;
