@@ -349,15 +349,14 @@ def check_zero3(server, reward, *_):
     print(f"figure: ZeRO-3 on 2 ranks: {len(files)} files in a checkpoint; killed at step 5, same bytes as the calm run")
 
 
-MAKE_QWEN35 = """
+MAKE_STARCODER2 = """
 import shutil, sys, torch
 from transformers import AutoConfig, AutoModelForCausalLM
 tokenizer, folder = sys.argv[1:]
 torch.manual_seed(0)
 config = AutoConfig.for_model(
-    "qwen3_5_text", vocab_size=313, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-    linear_value_head_dim=16, max_position_embeddings=128, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    "starcoder2", vocab_size=313, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, eos_token_id=1, pad_token_id=0, bos_token_id=None)
 model = AutoModelForCausalLM.from_config(config)
 model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
 model.save_pretrained(folder)
@@ -367,17 +366,17 @@ for name in ["tokenizer.json", "tokenizer_config.json"]:
 
 
 def check_architecture(server, reward, python, folder, *_):
-    """A model of an architecture that rlood's own engine does not have: Qwen3.5, whose layers alternate with a recurrence."""
-    model = folder / "qwen3_5"
-    subprocess.run([python, "-c", MAKE_QWEN35, str(ROOT / "assets/tiny"), str(model)], check=True, capture_output=True)
-    card = server.post("/models", {"id": "qwen3.5", "source": str(model)})
+    """A model of an architecture that rlood's own engine does not have."""
+    model = folder / "starcoder2"
+    subprocess.run([python, "-c", MAKE_STARCODER2, str(ROOT / "assets/tiny"), str(model)], check=True, capture_output=True)
+    card = server.post("/models", {"id": "starcoder2", "source": str(model)})
     card = card["card"]
-    assert card["needs_runtime"] == "trl" and card["architecture"] == "qwen3_5_text", card
-    own = job_of(reward, runtime="own", model="qwen3.5")
+    assert card["needs_runtime"] == "trl" and card["architecture"] == "starcoder2", card
+    own = job_of(reward, runtime="own", model="starcoder2")
     status, answer = server.call("POST", "/jobs", own)
     assert status == 422 and answer["errors"][0]["code"] == "needs_runtime", answer
-    id = train(server, job_of(reward, runtime="auto", model="qwen3.5"))
-    print(f"figure: Qwen3.5 with random weights: {server.job(id)['step']} steps, chosen by auto")
+    id = train(server, job_of(reward, runtime="auto", model="starcoder2"))
+    print(f"figure: Starcoder2 with random weights: {server.job(id)['step']} steps, chosen by auto")
 
 
 def form(**files):
