@@ -117,7 +117,7 @@ pub struct ModelShape {
     pub num_windowed_layers: u64,
     /// Size of the sliding window in positions, including the token itself. The largest of several windows; 0 = no window.
     pub window: u64,
-    /// The Gated DeltaNet layers, which have a state instead of keys and values; `None` = there are none.
+    /// The Gated DeltaNet layers, which have a state instead of keys and values; `None` for a model without such layers.
     pub delta_net: Option<DeltaShape>,
     /// Whether the query projection is twice as wide as the queries: its other outputs gate attention's output.
     pub has_output_gate: bool,

@@ -1,5 +1,7 @@
 //! The schema of a submitted job. Its sections come from the tables of `settings`, its rewards from the plan's types. Most fields
 //! are optional, and unknown fields are rejected.
+//!
+//! Longer than 500 lines: the parts of a job are described in one place, as they refer to each other.
 
 use serde_json::{Map, Value, json};
 use utoipa::openapi::schema::{
