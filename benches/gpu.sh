@@ -38,7 +38,7 @@ cd "$(dirname "$0")/.." || exit 1
 
 # Parts by group, each with the most seconds that it may take.
 CHECK=(facts:20 limits:90 suite-kernels:150 suite-backend:60 suite-parity:120 suite-golden:90 suite-gradients:120 suite-bits:120 suite-gpu:120 suite-gpu_training:120
-    suite-oracle:90 suite-precision:60 service:90)
+    suite-oracle:90 suite-precision:60 service:90 uses:240)
 DECODE=(requests-0.6b:120 single-0.6b:60 step-0.6b:150 mismatch-fast:60 mismatch-exact:60 step-0.6b-beta:120)
 TRAIN=(train-0.6b-768:60 train-0.6b-16k:90)
 LARGE=(memory-8b:180 requests-4b:150 step-4b:240 train-4b-16k:150)
@@ -418,6 +418,11 @@ run_part() {
         service)
             rm -f "$work/$part.new.json"
             measured "$part" "$python" benches/gpu_service.py "$rlood" "$device" --out "$work/$part.new.json"
+            return
+            ;;
+        uses)
+            rm -f "$work/$part.new.json"
+            measured "$part" "$python" benches/gpu_uses.py "$rlood" "$device" --out "$work/$part.new.json"
             return
             ;;
         peer-limits) peer "$part" limits --dtype $peer_dtype; return ;;

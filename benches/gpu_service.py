@@ -73,8 +73,8 @@ def measure(server, dtype):
 
 
 class Server:
-    def __init__(self, rlood, device, folder):
-        self.rlood, self.device, self.folder = rlood, device, folder
+    def __init__(self, rlood, device, folder, flags=()):
+        self.rlood, self.device, self.folder, self.flags = rlood, device, folder, flags
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -83,7 +83,7 @@ class Server:
     def start(self):
         self.process = subprocess.Popen(
             [self.rlood, "serve", "--data-dir", self.folder + "/data", "--listen", self.address, "--devices", self.device,
-             "--log", "warn"],
+             "--log", "warn", *self.flags],
         )  # fmt: skip
         for _ in range(600):
             try:
@@ -113,9 +113,9 @@ class Server:
         for pid in set(children):
             os.kill(pid, signal.SIGKILL)
 
-    def ask(self, path, body=None, text=False):
-        data = None if body is None else json.dumps(body).encode()
-        headers = {} if body is None else {"content-type": "application/json"}
+    def ask(self, path, body=None, text=False, kind="application/json"):
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {} if body is None else {"content-type": kind}
         request = urllib.request.Request(f"http://{self.address}{path}", data=data, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
