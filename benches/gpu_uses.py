@@ -19,11 +19,33 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 
 from gpu_service import Server
 
 # A worker with its models beside a process that serves them.
 SHARED = ["--gpu-memory", "20G", "--allow-outgoing", "127.0.0.1/32"]
+
+
+# The example's calculator under the name that the bundled agent model knows.
+CALCULATOR = '''
+import sys
+sys.path.insert(0, "examples/environments")
+import calculator as example
+
+
+class Game(example.Calculator):
+    def __init__(self):
+        self.tools = [self.calculator]
+
+    def calculator(self, expression: str) -> str:
+        """Computes an expression.
+
+        Args:
+            expression: Numbers with + - * / and parentheses.
+        """
+        return self.calculate(expression)
+'''
 
 
 def main():
@@ -42,7 +64,7 @@ def main():
             try:
                 found = globals()[name](server, given)
             except (SystemExit, Exception) as error:  # the other uses are tried too
-                found = {"reached": False, "error": f"{type(error).__name__}: {error}"[:600]}
+                found = {"reached": False, "error": "".join(traceback.format_exception(error))[-900:]}
             finally:
                 server.stop()
             record[name] = {"seconds": round(time.monotonic() - begun, 1), **found}
@@ -54,9 +76,12 @@ def main():
 
 def agent(server, given):
     """The bundled agent model learns to call a calculator over several turns; a second run, whose worker is killed, has the same bytes."""
+    game = server.folder + "/game.py"
+    with open(game, "w") as file:
+        file.write(CALCULATOR.replace("examples/environments", os.path.abspath("examples/environments")))
     secret = "whsec_" + base64.b64encode(os.urandom(32)).decode()
     with subprocess.Popen(
-        [given.rlood, "--log", "warn", "env", "serve", "examples/environments/calculator.py:Calculator", "--listen", "127.0.0.1:0"],
+        [given.rlood, "--log", "warn", "env", "serve", f"{game}:Game", "--listen", "127.0.0.1:0"],
         env={**os.environ, "RLOOD_ENV_SECRET": secret}, stdout=subprocess.PIPE, text=True,
     ) as environment:  # fmt: skip
         try:
@@ -66,7 +91,7 @@ def agent(server, given):
             spec = {
                 "model": "agent",
                 "dataset": {"id": train},
-                "environment": {"name": "calculator", "url": f"{address}/Calculator", "secret": secret, "max_turns": 3,
+                "environment": {"name": "calculator", "url": f"{address}/Game", "secret": secret, "max_turns": 3,
                                 "max_episode_tokens": 96, "max_observation_tokens": 24},
                 "rloo": {"num_generations": 8, "beta": 0.01},
                 "sampling": {"max_completion_length": 24, "temperature": 1.0},
@@ -78,7 +103,7 @@ def agent(server, given):
             evaluated = {"dataset": {"id": held_out}, "every_steps": 40, "before_start": True, "num_generations": 1, "temperature": 0}
             learned, seconds = server.finished(server.post("/jobs", {**spec, "eval": evaluated})["id"])
             rows = server.get(f"/jobs/{learned['id']}/metrics")["data"]
-            solved = [row["eval_environment/return_mean"] for row in rows if row.get("eval/reward") is not None]
+            solved = [row["eval_environment/return_mean"] for row in rows if row.get("eval_environment/return_mean") is not None]
             ratios = [row["sampling/log_ratio_max"] for row in rows if row.get("sampling/log_ratio_max") is not None]
             short = {**spec, "training": {**spec["training"], "max_steps": 20}}
             calm, _ = server.finished(server.post("/jobs", short)["id"])
@@ -145,13 +170,18 @@ def trl(server, given):
     server.stop()
     os.environ["RLOOD_TRL_PYTHON"] = subprocess.run([python, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True).stdout.strip()
     server.start()
+    begun = time.monotonic()
+    while not any(worker.get("runtimes") for worker in server.get("/workers")["data"]):
+        if time.monotonic() - begun > 60:
+            return {"reached": False, "error": f"no worker has the runtime: {json.dumps(server.get('/workers'))}"[:900]}
+        time.sleep(0.2)
     server.post("/models", {"id": "tiny", "source": os.path.abspath("assets/tiny")})
     reward = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RewardByLength)
     threading.Thread(target=reward.serve_forever, daemon=True).start()
     job = {
         "model": "tiny", "dataset": {"id": dataset(server, "assets/tiny-data/train.jsonl")},
-        "reward": {"type": "http", "name": "length", "url": f"http://127.0.0.1:{reward.server_address[1]}/"},
-        "runtime": "trl", "rloo": {"num_generations": 4, "beta": 0.05}, "sampling": {"max_completion_length": 8},
+        "rewards": [{"type": "webhook", "name": "length", "url": f"http://127.0.0.1:{reward.server_address[1]}/"}],
+        "runtime": {"name": "trl"}, "rloo": {"num_generations": 4, "beta": 0.05}, "sampling": {"max_completion_length": 8},
         "lora": {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}, "optimizer": {"learning_rate": 1e-2},
         "training": {"prompts_per_step": 8, "max_steps": 12, "seed": 7}, "checkpoints": {"every_steps": 4},
     }  # fmt: skip
