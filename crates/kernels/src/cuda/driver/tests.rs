@@ -307,28 +307,3 @@ fn missing_parts_are_named_in_the_message() {
     assert!(matches!(&error, CudaError::Unavailable(_)), "{error}");
     assert!(!error.to_string().contains("panic") && error.to_string().len() > 20);
 }
-
-/// The lines that import modules, in a file or in all files below a folder.
-fn imports(path: &std::path::Path) -> Vec<String> {
-    if path.is_dir() {
-        return std::fs::read_dir(path).unwrap().flat_map(|entry| imports(&entry.unwrap().path())).collect();
-    }
-    let code = std::fs::read_to_string(path).unwrap();
-    code.lines().filter(|line| line.starts_with("use ") || line.starts_with("pub use ")).map(str::to_owned).collect()
-}
-
-#[test]
-fn the_queue_and_the_drivers_know_of_each_other_only_the_device_api() {
-    let root = rlood_test_support::in_repository("crates/kernels");
-    let names = |path: &str, modules: &[&str]| {
-        let named: Vec<String> = imports(&root.join(path))
-            .into_iter()
-            .filter(|line| modules.iter().any(|module| line.contains(module)))
-            .collect();
-        assert!(named.is_empty(), "{path}: {named:?}");
-    };
-    names("src/cuda/driver", &["nvidia", "emulated"]);
-    for driver in ["src/cuda/device_api.rs", "src/cuda/nvidia.rs", "src/cuda/nvidia", "testing/emulated.rs"] {
-        names(driver, &["super::driver", "cuda::driver", "nvidia", "emulated"]);
-    }
-}
