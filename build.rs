@@ -1,7 +1,9 @@
-//! Lists the dashboard's files for `src/http/web.rs`, and the documents for `src/http/guide.rs`.
+//! Lists the dashboard's files for `src/http/web.rs`, the documents for `src/http/guide.rs`, and the files of Swagger UI for
+//! `src/http/docs.rs`.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{Cursor, Read};
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
@@ -19,6 +21,34 @@ fn main() {
         !name.starts_with("images/pages/") && (name.ends_with(".md") || name.ends_with(".png"))
     });
     write("guide_files.rs", &format!("{}\n", list(&docs)));
+    write("swagger_files.rs", &format!("{}\n", list(&swagger_ui())));
+}
+
+/// The files of Swagger UI that the page needs, each as a gzip file around the bytes that the zip holds.
+fn swagger_ui() -> BTreeMap<String, PathBuf> {
+    // RFC 1952: the two magic bytes, deflate, no flags, no time, no extra flags, an unknown system.
+    const HEAD: [u8; 10] = [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 255];
+    let archive = Cursor::new(utoipa_swagger_ui_vendored::SWAGGER_UI_VENDORED);
+    let mut archive = zip::ZipArchive::new(archive).expect("the crate holds a zip");
+    let mut files = BTreeMap::new();
+    for index in 0..archive.len() {
+        let mut file = archive.by_index_raw(index).expect("the zip can be read");
+        let path = file.name().expect("names are UTF-8").into_owned();
+        let Some((_, name)) = path.split_once("/dist/") else { continue };
+        if !["swagger-ui-bundle.js", "swagger-ui.css"].contains(&name) || path.contains("/flavors/") {
+            continue;
+        }
+        assert_eq!(file.compression(), zip::CompressionMethod::DEFLATE, "{path}");
+        let mut gzip = HEAD.to_vec();
+        file.read_to_end(&mut gzip).expect("the zip can be read");
+        gzip.extend(file.crc32().to_le_bytes());
+        gzip.extend((file.size() as u32).to_le_bytes());
+        let place = out(&format!("{name}.gz"));
+        fs::write(&place, gzip).expect("OUT_DIR can be written");
+        files.insert(name.to_owned(), place);
+    }
+    assert_eq!(files.len(), 2, "the zip of Swagger UI has other names");
+    files
 }
 
 /// The files below a folder that a filter takes, by their names in it.
@@ -52,6 +82,9 @@ fn list(files: &BTreeMap<String, PathBuf>) -> String {
 }
 
 fn write(name: &str, text: &str) {
-    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    fs::write(out.join(name), text).expect("OUT_DIR can be written");
+    fs::write(out(name), text).expect("OUT_DIR can be written");
+}
+
+fn out(name: &str) -> PathBuf {
+    PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(name)
 }

@@ -22,6 +22,7 @@ mod dataset_ranges;
 mod dataset_sources;
 pub mod datasets;
 pub mod demo;
+pub mod docs;
 pub mod download;
 mod environments;
 pub mod error;
@@ -263,6 +264,7 @@ pub fn router(state: AppState) -> Router {
         .layer(middleware::from_fn_with_state(state.clone(), auth::require_access));
     guarded
         .merge(web::routes())
+        .merge(docs::routes())
         .merge(guide::routes())
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(JSON_LIMIT_BYTES))

@@ -1,11 +1,11 @@
-//! The browser's pages: the dashboard from the files in `web/`, and /docs, which works offline.
+//! The dashboard, from the files in `web/`.
 //!
 //! `/` is the page. Its files are under `/web/VERSION/`, where VERSION is a hash of all of them: browsers cache them permanently,
 //! and a new binary has new addresses. The files are sent unchanged. The page lists every module, so that a browser requests all
 //! of them at once.
 
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::sync::{LazyLock, OnceLock};
 
 use axum::Router;
@@ -15,10 +15,10 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use bytes::Bytes;
 use flate2::Compression;
+use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
 use sha2::{Digest, Sha256};
 use tower_http::set_header::SetResponseHeaderLayer;
-use utoipa_swagger_ui::{Config, SwaggerUi};
 
 use super::AppState;
 use super::error::Problem;
@@ -29,13 +29,6 @@ pub(super) const DASHBOARD_POLICY: HeaderValue = HeaderValue::from_static(
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; \
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
 );
-/// Content security policy of /docs. The page requests only its own files and /openapi.json; the library (Swagger UI) writes
-/// styles into the page.
-const DOCS_POLICY: HeaderValue = HeaderValue::from_static(
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; \
-     frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-);
-
 /// A hash of all files of the dashboard, and the name and bytes of each file.
 static SENT: (&str, &[(&str, &[u8])]) = include!(concat!(env!("OUT_DIR"), "/web_files.rs"));
 static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
@@ -62,28 +55,31 @@ fn page(version: &str, files: &[(&str, &[u8])], text: &str) -> String {
 }
 
 pub fn routes() -> Router<AppState> {
-    // `validator_url("none")` disables Swagger UI's badge, which would call an external validation service.
-    let config = Config::from("/openapi.json").validator_url("none").try_it_out_enabled(true);
-    let docs = Router::from(SwaggerUi::new("/docs").config(config))
-        .layer(SetResponseHeaderLayer::overriding(header::CONTENT_SECURITY_POLICY, DOCS_POLICY));
-    let dashboard = Router::new()
+    Router::new()
         .route("/", get(get_page))
         .route("/web/{version}/{*name}", get(get_web_file))
-        .layer(SetResponseHeaderLayer::overriding(header::CONTENT_SECURITY_POLICY, DASHBOARD_POLICY));
-    docs.merge(dashboard)
+        .layer(SetResponseHeaderLayer::overriding(header::CONTENT_SECURITY_POLICY, DASHBOARD_POLICY))
 }
 
-/// A file of the dashboard as it is sent.
+/// A file as it is sent. Of its two forms one is given, and the other one is made at the first request for it.
 pub(super) struct WebFile {
     kind: &'static str,
     etag: String,
-    plain: Bytes,
-    /// The gzip-compressed bytes, created at the first request.
+    plain: OnceLock<Bytes>,
     gzipped: OnceLock<Bytes>,
 }
 
 impl WebFile {
     pub(super) fn new(name: &str, plain: Bytes) -> Self {
+        Self { plain: plain.clone().into(), ..Self::of_kind(name, &plain) }
+    }
+
+    /// A file of which only the gzip-compressed bytes are at hand.
+    pub(super) fn gzipped(name: &str, gzipped: Bytes) -> Self {
+        Self { gzipped: gzipped.clone().into(), ..Self::of_kind(name, &gzipped) }
+    }
+
+    fn of_kind(name: &str, bytes: &[u8]) -> Self {
         let kind = match name.rsplit('.').next() {
             Some("html") => "text/html; charset=utf-8",
             Some("md") => "text/markdown; charset=utf-8",
@@ -93,18 +89,29 @@ impl WebFile {
             Some("css") => "text/css; charset=utf-8",
             _ => "image/svg+xml",
         };
-        let etag = format!("\"{}\"", hex::encode(&Sha256::digest(&plain)[..16]));
-        Self { kind, etag, plain, gzipped: OnceLock::new() }
+        let etag = format!("\"{}\"", hex::encode(&Sha256::digest(bytes)[..16]));
+        Self { kind, etag, plain: OnceLock::new(), gzipped: OnceLock::new() }
     }
 
-    fn gzipped(&self) -> Bytes {
-        let gzip = || {
+    pub(super) fn plain(&self) -> Bytes {
+        let unpack = || {
+            let mut plain = Vec::new();
+            let packed = self.gzipped.get().cloned().unwrap_or_default();
+            // What the build has compressed can be read.
+            let _ = GzDecoder::new(&*packed).read_to_end(&mut plain);
+            plain.into()
+        };
+        self.plain.get_or_init(unpack).clone()
+    }
+
+    fn packed(&self) -> Bytes {
+        let pack = || {
             let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
             // The errors of compression are ignored, because writing to a Vec cannot fail.
-            let _ = encoder.write_all(&self.plain);
+            let _ = encoder.write_all(&self.plain());
             encoder.finish().unwrap_or_default().into()
         };
-        self.gzipped.get_or_init(gzip).clone()
+        self.gzipped.get_or_init(pack).clone()
     }
 
     pub(super) fn answer(&self, asked: &HeaderMap, cache: &'static str) -> Response {
@@ -122,9 +129,9 @@ impl WebFile {
         }
         let kind = [(header::CONTENT_TYPE, self.kind)];
         if takes_gzip(text(header::ACCEPT_ENCODING)) {
-            return (head, kind, [(header::CONTENT_ENCODING, "gzip")], self.gzipped()).into_response();
+            return (head, kind, [(header::CONTENT_ENCODING, "gzip")], self.packed()).into_response();
         }
-        (head, kind, self.plain.clone()).into_response()
+        (head, kind, self.plain()).into_response()
     }
 }
 
@@ -156,20 +163,19 @@ async fn get_web_file(Path((version, name)): Path<(String, String)>, headers: He
 
 #[cfg(test)]
 mod tests {
-    use std::io::Read;
     use std::path::Path;
 
     use super::*;
 
     #[test]
     fn the_dashboard_stays_below_160_kb_gzipped() {
-        let total: usize = FILES.values().map(|file| file.gzipped().len()).sum();
+        let total: usize = FILES.values().map(|file| file.packed().len()).sum();
         assert!(total > 60_000, "{total} bytes: something is missing");
         assert!(total <= 160_000, "{total} bytes gzipped");
         for (name, file) in FILES.iter() {
             let mut read = Vec::new();
-            flate2::read::GzDecoder::new(&*file.gzipped()).read_to_end(&mut read).unwrap();
-            assert!(read == file.plain, "{name}");
+            GzDecoder::new(&*file.packed()).read_to_end(&mut read).unwrap();
+            assert!(read == file.plain(), "{name}");
         }
     }
 
@@ -203,20 +209,20 @@ mod tests {
             }
         }
         assert!(seen > 40, "{seen} files");
-        let page = String::from_utf8_lossy(&FILES[PAGE].plain);
+        let page = String::from_utf8_lossy(&FILES[PAGE].plain());
         assert!(!page.contains("<style") && page.matches("<script").count() == page.matches("src=\"/web/").count());
     }
 
     #[test]
     fn the_page_names_every_module_of_this_version_and_each_import_is_one_of_them() {
-        let page = String::from_utf8_lossy(&FILES[PAGE].plain);
+        let page = String::from_utf8_lossy(&FILES[PAGE].plain());
         let root = format!("/web/{}/", SENT.0);
         let modules: Vec<&str> = FILES.keys().copied().filter(|name| name.ends_with(".js")).collect();
         assert!(modules.len() > 60, "{modules:?}");
         for name in &modules {
             let link = format!("<link rel=\"modulepreload\" href=\"{root}{name}\">");
             assert_eq!(page.matches(&link).count(), 1, "{name}");
-            let text = String::from_utf8_lossy(&FILES[name].plain);
+            let text = String::from_utf8_lossy(&FILES[name].plain());
             for from in text.split("from \"").skip(1).filter_map(|rest| rest.split('"').next()) {
                 let mut path: Vec<&str> = name.split('/').collect();
                 path.pop();
@@ -231,7 +237,7 @@ mod tests {
             }
         }
         assert_eq!(page.matches("\"/web/").count(), page.matches(&root).count(), "an address of no version");
-        let chart = String::from_utf8_lossy(&FILES["vendor/uplot.js"].plain);
+        let chart = String::from_utf8_lossy(&FILES["vendor/uplot.js"].plain());
         assert!(chart.starts_with("/*! https://github.com/leeoniya/uPlot"), "the licence of what is not ours");
     }
 
