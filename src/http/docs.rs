@@ -31,6 +31,7 @@ const HTML: &str = r##"<!DOCTYPE html>
 <title>rlood API</title>
 <link rel="stylesheet" href="swagger-ui.css">
 <link rel="icon" href="data:,">
+<style>body { margin: 0; }</style>
 </head>
 <body>
 <div id="swagger-ui"></div>
