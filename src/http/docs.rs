@@ -65,7 +65,10 @@ pub fn routes() -> Router<AppState> {
     Router::new()
         .route("/docs", get(|| async { Redirect::to("/docs/") }))
         .route("/docs/", get(|headers: HeaderMap| async move { answer(PAGE, &headers) }))
-        .route("/docs/{name}", get(|Path(name): Path<String>, headers: HeaderMap| async move { answer(&name, &headers) }))
+        .route(
+            "/docs/{name}",
+            get(|Path(name): Path<String>, headers: HeaderMap| async move { answer(&name, &headers) }),
+        )
         .layer(SetResponseHeaderLayer::overriding(header::CONTENT_SECURITY_POLICY, POLICY))
 }
 
