@@ -179,7 +179,7 @@ def bundled(packages):
             # Only the build reads this crate. The files of its archive are in the binary all the same.
             for archive in (folder / "res").glob("*.zip"):
                 version = zipfile.ZipFile(archive).namelist()[0].split("/")[0].replace("swagger-ui-", "")
-                yield "utoipa-swagger-ui", "swagger-ui", version, "Apache-2.0", f"pkg:npm/swagger-ui-dist@{version}"
+                yield "rlood", "swagger-ui", version, "Apache-2.0", f"pkg:npm/swagger-ui-dist@{version}"
     # A table row: | `file` | package version | license | …
     rows = re.findall(r"^\| `[^`]+` \| (\S+) (\d\S*) \| (\S+) \|", Path("web/vendor/README.md").read_text(), re.MULTILINE)
     for name, version, license_id in sorted(set(rows)):
