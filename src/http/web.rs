@@ -93,7 +93,7 @@ impl WebFile {
         Self { kind, etag, plain: OnceLock::new(), gzipped: OnceLock::new() }
     }
 
-    pub(super) fn plain(&self) -> Bytes {
+    pub(super) fn plain(&self) -> &Bytes {
         let unpack = || {
             let mut plain = Vec::new();
             let packed = self.gzipped.get().cloned().unwrap_or_default();
@@ -101,17 +101,17 @@ impl WebFile {
             let _ = GzDecoder::new(&*packed).read_to_end(&mut plain);
             plain.into()
         };
-        self.plain.get_or_init(unpack).clone()
+        self.plain.get_or_init(unpack)
     }
 
-    fn packed(&self) -> Bytes {
+    fn packed(&self) -> &Bytes {
         let pack = || {
             let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
             // The errors of compression are ignored, because writing to a Vec cannot fail.
-            let _ = encoder.write_all(&self.plain());
+            let _ = encoder.write_all(self.plain());
             encoder.finish().unwrap_or_default().into()
         };
-        self.gzipped.get_or_init(pack).clone()
+        self.gzipped.get_or_init(pack)
     }
 
     pub(super) fn answer(&self, asked: &HeaderMap, cache: &'static str) -> Response {
@@ -129,9 +129,9 @@ impl WebFile {
         }
         let kind = [(header::CONTENT_TYPE, self.kind)];
         if takes_gzip(text(header::ACCEPT_ENCODING)) {
-            return (head, kind, [(header::CONTENT_ENCODING, "gzip")], self.packed()).into_response();
+            return (head, kind, [(header::CONTENT_ENCODING, "gzip")], self.packed().clone()).into_response();
         }
-        (head, kind, self.plain()).into_response()
+        (head, kind, self.plain().clone()).into_response()
     }
 }
 
@@ -174,8 +174,8 @@ mod tests {
         assert!(total <= 160_000, "{total} bytes gzipped");
         for (name, file) in FILES.iter() {
             let mut read = Vec::new();
-            GzDecoder::new(&*file.packed()).read_to_end(&mut read).unwrap();
-            assert!(read == file.plain(), "{name}");
+            GzDecoder::new(&**file.packed()).read_to_end(&mut read).unwrap();
+            assert!(&read == file.plain(), "{name}");
         }
     }
 
@@ -209,20 +209,20 @@ mod tests {
             }
         }
         assert!(seen > 40, "{seen} files");
-        let page = String::from_utf8_lossy(&FILES[PAGE].plain());
+        let page = String::from_utf8_lossy(FILES[PAGE].plain());
         assert!(!page.contains("<style") && page.matches("<script").count() == page.matches("src=\"/web/").count());
     }
 
     #[test]
     fn the_page_names_every_module_of_this_version_and_each_import_is_one_of_them() {
-        let page = String::from_utf8_lossy(&FILES[PAGE].plain());
+        let page = String::from_utf8_lossy(FILES[PAGE].plain());
         let root = format!("/web/{}/", SENT.0);
         let modules: Vec<&str> = FILES.keys().copied().filter(|name| name.ends_with(".js")).collect();
         assert!(modules.len() > 60, "{modules:?}");
         for name in &modules {
             let link = format!("<link rel=\"modulepreload\" href=\"{root}{name}\">");
             assert_eq!(page.matches(&link).count(), 1, "{name}");
-            let text = String::from_utf8_lossy(&FILES[name].plain());
+            let text = String::from_utf8_lossy(FILES[name].plain());
             for from in text.split("from \"").skip(1).filter_map(|rest| rest.split('"').next()) {
                 let mut path: Vec<&str> = name.split('/').collect();
                 path.pop();
@@ -237,7 +237,7 @@ mod tests {
             }
         }
         assert_eq!(page.matches("\"/web/").count(), page.matches(&root).count(), "an address of no version");
-        let chart = String::from_utf8_lossy(&FILES["vendor/uplot.js"].plain());
+        let chart = String::from_utf8_lossy(FILES["vendor/uplot.js"].plain());
         assert!(chart.starts_with("/*! https://github.com/leeoniya/uPlot"), "the licence of what is not ours");
     }
 
