@@ -16,8 +16,11 @@ use crate::train::{Start, TestHost, plan, rows, train};
 /// Makes an adapter on the bundled model. Its values are as large as after this many steps at the default learning rate, since a
 /// step of AdamW moves a value by at most that rate.
 fn trained(steps: u32, use_rslora: bool) -> (Policy, Text) {
-    let dir = rlood_test_support::tiny_model();
-    let mut policy = Policy::load_dtype(&dir, BackendKind::Cpu, ComputeDtype::F32).unwrap();
+    trained_on(&rlood_test_support::tiny_model(), steps, use_rslora)
+}
+
+fn trained_on(dir: &Path, steps: u32, use_rslora: bool) -> (Policy, Text) {
+    let mut policy = Policy::load_dtype(dir, BackendKind::Cpu, ComputeDtype::F32).unwrap();
     let targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
     let target_modules = targets.map(str::to_owned).to_vec();
     let lora = LoraPlan {
@@ -41,7 +44,23 @@ fn trained(steps: u32, use_rslora: bool) -> (Policy, Text) {
         }
     }
     policy.set_parameter_values(&values).unwrap();
-    (policy, Text::load(&dir).unwrap())
+    (policy, Text::load(dir).unwrap())
+}
+
+/// The bundled model with weights that bf16 cannot hold. Its own are bf16: on instruction sets that multiply with f32, it computes the
+/// same in both.
+fn finer_model() -> tempfile::TempDir {
+    const NAME: &str = "model.safetensors";
+    let (from, to) = (rlood_test_support::tiny_model(), tempfile::tempdir().unwrap());
+    for entry in std::fs::read_dir(&from).unwrap().map(|entry| entry.unwrap()) {
+        std::fs::copy(entry.path(), to.path().join(entry.file_name())).unwrap();
+    }
+    let mut tensors = candle_core::safetensors::load(from.join(NAME), &candle_core::Device::Cpu).unwrap();
+    for tensor in tensors.values_mut() {
+        *tensor = tensor.to_dtype(candle_core::DType::F32).unwrap().affine(1.0 + 1.0 / 700.0, 0.0).unwrap();
+    }
+    candle_core::safetensors::save(&tensors, to.path().join(NAME)).unwrap();
+    to
 }
 
 fn certify(policy: &mut Policy, text: &Text, plan: &Plan) -> Certificate {
@@ -88,16 +107,16 @@ fn every_scale_is_recognized_whatever_the_size_of_the_update() {
     }
 }
 
-/// Matrix products in bf16 are too coarse for the update of a single step, and show for that of many.
+/// Weights in bf16 are too coarse for the update of a single step, and show for that of many.
 #[test]
 fn a_lower_precision_is_reported_or_hides_the_effect() {
+    let model = finer_model();
     let bf16 = |steps: u32| {
-        let (mut policy, text) = trained(steps, false);
+        let (mut policy, text) = trained_on(model.path(), steps, false);
         let certificate = certify(&mut policy, &text, &plan());
         let dir = tempfile::tempdir().unwrap();
         policy.save_lora(dir.path(), "tiny").unwrap();
-        let mut coarse =
-            Policy::load_dtype(&rlood_test_support::tiny_model(), BackendKind::Cpu, ComputeDtype::Bf16).unwrap();
+        let mut coarse = Policy::load_dtype(model.path(), BackendKind::Cpu, ComputeDtype::Bf16).unwrap();
         coarse.load_lora(dir.path()).unwrap();
         let on = judged(&certificate, &measure(&certificate, &coarse, Adapter::On));
         (on, judged(&certificate, &measure(&certificate, &coarse, Adapter::Off)))
