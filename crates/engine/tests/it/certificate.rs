@@ -47,8 +47,8 @@ fn trained_on(dir: &Path, steps: u32, use_rslora: bool) -> (Policy, Text) {
     (policy, Text::load(dir).unwrap())
 }
 
-/// The bundled model with weights that bf16 cannot hold. Its own are bf16: on instruction sets that multiply with f32, it computes the
-/// same in both.
+/// The bundled model with weights that bf16 cannot hold. Its own are bf16 already, so that f32 and bf16 differ only on instruction
+/// sets that round inputs to bf16.
 fn finer_model() -> tempfile::TempDir {
     const NAME: &str = "model.safetensors";
     let (from, to) = (rlood_test_support::tiny_model(), tempfile::tempdir().unwrap());
