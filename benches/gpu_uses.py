@@ -23,9 +23,8 @@ import traceback
 
 from gpu_service import Server
 
-# A worker with its models beside a process that serves them.
-SHARED = ["--gpu-memory", "20G", "--allow-outgoing", "127.0.0.1/32"]
-
+# Without a limit a worker takes the whole GPU, and the process that serves models gets none.
+GPU_MEMORY = ["--gpu-memory", "20G"]
 
 # The example's calculator under the name that the bundled agent model knows.
 CALCULATOR = '''
@@ -59,8 +58,8 @@ def main():
     for name in given.only.split(","):
         with tempfile.TemporaryDirectory() as folder:
             begun = time.monotonic()
-            flags = [] if given.device == "cpu" else SHARED[:2]
-            server = Server(given.rlood, given.device, folder, [*flags, *SHARED[2:], "--serve-devices", given.device])
+            flags = ["--allow-outgoing", "127.0.0.1/32", "--serve-devices", given.device]
+            server = Server(given.rlood, given.device, folder, flags + ([] if given.device == "cpu" else GPU_MEMORY))
             try:
                 found = globals()[name](server, given)
             except (SystemExit, Exception) as error:  # the other uses are tried too
@@ -115,7 +114,7 @@ def agent(server, given):
         finally:
             environment.terminate()
     return {
-        "reached": solved[0] <= 0.2 and solved[-1] >= 0.9 and same and killed["attempt"] == 2,
+        "reached": solved[0] <= 0.2 and solved[-1] >= 0.9 and same and killed["attempt"] == 2 and max(ratios, default=1) == 0,
         "solved_before": solved[0], "solved_after": solved[-1], "training_s": seconds, "log_ratio_max": max(ratios, default=None),
         "killed_attempts": killed["attempt"], "same_bytes": same,
     }  # fmt: skip
@@ -156,7 +155,8 @@ def served(server, given):
     verified = subprocess.run([given.rlood, "verify", demo["id"], "--server", f"http://{server.address}", "--json"],
                               capture_output=True, text=True, timeout=100)  # fmt: skip
     base, adapter = right["rlood/tiny"], right[demo["id"]]
-    return {"reached": adapter >= 0.85 and adapter > base + 0.2 and verified.returncode == 0, "right_base": base, "right_adapter": adapter,
+    here = any(f'device="{given.device}"' in line for line in place)
+    return {"reached": here and adapter >= 0.85 and adapter > base + 0.2 and verified.returncode == 0, "right_base": base, "right_adapter": adapter,
             "answers_s": round(seconds, 2), "verify_exit_code": verified.returncode, "verify": verified.stdout[-600:] + verified.stderr[-300:],
             "metrics": place[:4]}  # fmt: skip
 

@@ -81,12 +81,20 @@ fn answer(name: &str, headers: &HeaderMap) -> Response {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use super::*;
 
     #[test]
     fn the_page_names_its_files_and_each_is_what_it_was_before_compression() {
         for name in FILES.keys().filter(|name| **name != PAGE) {
             assert!(HTML.contains(&format!("=\"{name}\"")), "{name}");
+        }
+        for (name, bytes) in GZIPPED {
+            // Also compares the length and the checksum that the zip had.
+            let mut read = Vec::new();
+            flate2::read::GzDecoder::new(*bytes).read_to_end(&mut read).unwrap();
+            assert!(&read == FILES[name].plain(), "{name}");
         }
         let text = |name: &str| String::from_utf8(FILES[name].plain().to_vec()).unwrap();
         assert!(text("swagger-ui-bundle.js").contains("SwaggerUIBundle"));

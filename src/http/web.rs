@@ -29,6 +29,7 @@ pub(super) const DASHBOARD_POLICY: HeaderValue = HeaderValue::from_static(
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; \
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
 );
+
 /// A hash of all files of the dashboard, and the name and bytes of each file.
 static SENT: (&str, &[(&str, &[u8])]) = include!(concat!(env!("OUT_DIR"), "/web_files.rs"));
 static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
@@ -97,7 +98,7 @@ impl WebFile {
         let unpack = || {
             let mut plain = Vec::new();
             let packed = self.gzipped.get().cloned().unwrap_or_default();
-            // What the build has compressed can be read.
+            // No error is possible: the build wrote these bytes, and a test unpacks them.
             let _ = GzDecoder::new(&*packed).read_to_end(&mut plain);
             plain.into()
         };
