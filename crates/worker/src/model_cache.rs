@@ -16,6 +16,7 @@ mod space;
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
+use std::ops::Deref;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -35,7 +36,7 @@ pub struct ModelCache {
 #[derive(Debug)]
 pub struct Lease {
     dir: PathBuf,
-    lock: File,
+    lock: Lock,
 }
 
 /// The exclusive right to download a model into the cache. Partial downloads are kept on drop, and the next download resumes them.
@@ -43,8 +44,13 @@ pub struct Lease {
 pub struct Fetching {
     cache: ModelCache,
     key: String,
-    lock: File,
+    lock: Lock,
 }
+
+/// A lock file, which is unlocked on drop. Closing the file would not be enough: a process that another thread is starting
+/// has a copy of it until it runs its program.
+#[derive(Debug)]
+struct Lock(File);
 
 /// State of a model in the cache.
 #[derive(Debug)]
@@ -208,7 +214,7 @@ impl ModelCache {
         }
     }
 
-    fn open_lock(&self, key: &str) -> io::Result<File> {
+    fn open_lock(&self, key: &str) -> io::Result<Lock> {
         if !is_key(key) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
@@ -216,7 +222,8 @@ impl ModelCache {
             ));
         }
         // Lock files are never removed, because a process may hold a lock on a file that was unlinked.
-        File::options().read(true).write(true).create(true).truncate(false).open(self.beside(key, "lock"))
+        let path = self.beside(key, "lock");
+        File::options().read(true).write(true).create(true).truncate(false).open(path).map(Lock)
     }
 
     fn path(&self, key: &str) -> PathBuf {
@@ -229,6 +236,21 @@ impl ModelCache {
 
     fn beside(&self, key: &str, extension: &str) -> PathBuf {
         self.root.join("models").join(format!("{key}.{extension}"))
+    }
+}
+
+impl Deref for Lock {
+    type Target = File;
+
+    fn deref(&self) -> &File {
+        &self.0
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // After an error the lock ends when all copies of the file are closed.
+        let _ = self.0.unlock();
     }
 }
 

@@ -73,9 +73,9 @@ enum State {
     /// The server has the current adapter.
     Ready,
     /// The server failed; it is asked again at this time.
-    Out { why: String, ask_at: Instant },
+    Out { ask_at: Instant },
     /// The server cannot serve this job.
-    Unfit(String),
+    Unfit,
 }
 
 struct Server {
@@ -88,6 +88,8 @@ struct Server {
     invalid_in_a_row: u32,
     /// Whether the user was told that the server is left out.
     is_announced_out: bool,
+    /// The last failure since the server was usable.
+    failure: Option<String>,
 }
 
 /// A call that has ended, with its result.
@@ -150,6 +152,7 @@ impl Fleet {
             invalid_in_a_row: 0,
             // A server that the worker starts is out until it has loaded its model.
             is_announced_out: is_colocated,
+            failure: None,
         });
         Self {
             settings,
@@ -322,8 +325,8 @@ impl Fleet {
         for (index, server) in self.servers.iter_mut().enumerate() {
             match &server.state {
                 State::New => {}
-                State::Out { ask_at, .. } if *ask_at <= now => {}
-                State::Preparing | State::Ready | State::Out { .. } | State::Unfit(_) => continue,
+                State::Out { ask_at } if *ask_at <= now => {}
+                State::Preparing | State::Ready | State::Out { .. } | State::Unfit => continue,
             }
             let local = version.dir.display().to_string();
             let Some(path) = server.plan.seen_path(&local) else {
@@ -331,7 +334,7 @@ impl Fleet {
                     "the worker's folder of adapters, {}, is not inside of path_map.from: set the worker's --adapter-dir",
                     self.settings.folder.display()
                 );
-                server.state = State::Unfit(why);
+                (server.state, server.failure) = (State::Unfit, Some(why));
                 server.is_announced_out = true;
                 continue;
             };
@@ -383,7 +386,7 @@ impl Fleet {
                 }
                 let server = &mut self.servers[index];
                 server.checked = Some(checked);
-                (server.state, server.invalid_in_a_row) = (State::Ready, 0);
+                (server.state, server.failure, server.invalid_in_a_row) = (State::Ready, None, 0);
                 if was_out {
                     let message = format!("the rollout server {} is usable again", self.servers[index].plan.url);
                     self.notify("rollout_server_back", index, message);
@@ -434,7 +437,7 @@ impl Fleet {
                 server.busy_until = Some(now + wait);
                 // A busy server cannot be prepared either.
                 if matches!(server.state, State::Preparing) {
-                    server.state = State::Out { why, ask_at: now + wait };
+                    (server.state, server.failure) = (State::Out { ask_at: now + wait }, Some(why));
                 }
                 return;
             }
@@ -444,22 +447,23 @@ impl Fleet {
                     (server.state, server.checked) = (State::New, None);
                     return;
                 }
-                server.state = State::Out { why: why.clone(), ask_at };
+                server.state = State::Out { ask_at };
             }
             ServerError::Invalid(_) if matches!(server.state, State::Ready) => {
                 server.invalid_in_a_row += 1;
                 if server.invalid_in_a_row < MAX_INVALID {
                     return;
                 }
-                server.state = State::Out { why: why.clone(), ask_at };
+                server.state = State::Out { ask_at };
             }
-            ServerError::Unfit(_) => server.state = State::Unfit(why.clone()),
+            ServerError::Unfit(_) => server.state = State::Unfit,
             ServerError::Invalid(_)
             | ServerError::Down(_)
             | ServerError::NoDirectory(_)
-            | ServerError::NotFinite(_) => server.state = State::Out { why: why.clone(), ask_at },
+            | ServerError::NotFinite(_) => server.state = State::Out { ask_at },
         }
         server.checked = None;
+        server.failure = Some(why.clone());
         if !std::mem::replace(&mut server.is_announced_out, true) {
             let url = self.servers[index].plan.url.clone();
             self.notify("rollout_server_out", index, format!("the rollout server {url} is left out: {why}"));
@@ -473,7 +477,7 @@ impl Fleet {
     }
 
     fn fail_if_unfit(&self) -> Result<(), FleetError> {
-        match self.servers.iter().all(|server| matches!(server.state, State::Unfit(_))) {
+        match self.servers.iter().all(|server| matches!(server.state, State::Unfit)) {
             true => Err(FleetError::Unfit(self.reasons())),
             false => Ok(()),
         }
@@ -481,10 +485,7 @@ impl Fleet {
 
     /// The error of each server that has one.
     fn reasons(&self) -> String {
-        let reason = |server: &Server| match &server.state {
-            State::Out { why, .. } | State::Unfit(why) => Some(format!("{}: {why}", server.plan.url)),
-            State::New | State::Preparing | State::Ready => None,
-        };
+        let reason = |server: &Server| Some(format!("{}: {}", server.plan.url, server.failure.as_ref()?));
         let reasons: Vec<String> = self.servers.iter().filter_map(reason).collect();
         if reasons.is_empty() { "the checks of the servers did not end".to_owned() } else { reasons.join("; ") }
     }
@@ -492,9 +493,9 @@ impl Fleet {
     /// The next time at which something is due although no request ends.
     fn next_time(&self, timeout: Option<Instant>) -> Instant {
         let of_server = |server: &Server| match &server.state {
-            State::Out { ask_at, .. } => Some(*ask_at),
+            State::Out { ask_at } => Some(*ask_at),
             State::Ready => server.busy_until.filter(|until| *until > Instant::now()),
-            State::New | State::Preparing | State::Unfit(_) => None,
+            State::New | State::Preparing | State::Unfit => None,
         };
         let latest = Instant::now() + PROBE_INTERVAL;
         self.servers.iter().filter_map(of_server).chain(timeout).fold(latest, Instant::min)

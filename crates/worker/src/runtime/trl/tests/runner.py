@@ -10,13 +10,20 @@ import sys
 import threading
 import time
 
+
+def write_pid(place, pid):
+    # A process can be killed at any time, and the test must not read half of a number.
+    with open(f"writing-{place}", "w") as file:
+        file.write(str(pid))
+    os.replace(f"writing-{place}", f"pid-{place}")
+
+
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 with open(os.environ["RLOOD_RUNNER_CONFIG"], encoding="utf-8") as file:
     config = json.load(file)
 rloo = config["rloo"]
 mode = rloo["chat_template_kwargs"].get("mode", "")
-with open(f"pid-{rank}", "w") as file:
-    file.write(str(os.getpid()))
+write_pid(rank, os.getpid())
 if "RLOOD_WORKER_TOKEN" in os.environ:
     sys.exit("the worker's token is not for ranks")
 if mode == "silent":
@@ -44,8 +51,7 @@ def ask(kind, **fields):
 def misbehave(step):
     if mode == "hang" and rank == world - 1:
         child = subprocess.Popen(["sleep", "600"])
-        with open(f"pid-{world}", "w") as file:
-            file.write(str(child.pid))
+        write_pid(world, child.pid)
         time.sleep(600)
     if mode == "die" and rank == 0:
         print("about to die", flush=True)
