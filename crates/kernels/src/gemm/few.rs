@@ -85,12 +85,13 @@ unsafe fn avx2<const MR: usize>(run: &CodeRun<'_>, sums: &Sums) {
                 *acc = _mm256_loadu_ps(sums.from.add(m * sums.from_stride + v * 8));
             }
         }
+        let mut values = Values::of_no_block();
         let mut x = sums.x;
         let mut inputs = run.inputs();
         while !inputs.is_empty() {
             let scales = run.scales(&inputs);
             let block = run.first_block(&inputs, &scales);
-            let values = Values::of_block(&block);
+            Values::replace(&mut values, &block);
             for lines in block.lines.as_chunks::<NV>().0 {
                 // A group of inputs of all outputs first, so that the sums of different outputs can overlap.
                 let mut group = MaybeUninit::<[[__m256i; NV]; CodeRun::GROUP / 2]>::uninit();

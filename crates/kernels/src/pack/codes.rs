@@ -12,7 +12,7 @@ mod expand;
 #[cfg(target_arch = "x86_64")]
 mod lookup;
 
-use std::ops::{Range, RangeInclusive};
+use std::ops::Range;
 
 use super::{LANES, Line, PANEL, PackDtype, zeros_in_huge_pages};
 use crate::four_bit::{FourBit, Rounding, Scales};
@@ -46,13 +46,15 @@ struct Part {
     panels: Range<usize>,
     table: [f32; 16],
     rounding: Rounding,
-    /// Number of inputs that share a scale.
+    /// Number of inputs that share a scale, and of blocks of so many.
     block: usize,
+    blocks: usize,
     /// Whether no value is subnormal, so that instructions that replace such values by 0 can be used.
     is_normal: bool,
-    /// Scales with which no value is −0, subnormal or near the largest number.
-    ordinary: RangeInclusive<f32>,
     scales: PanelScales,
+    /// Whether a panel has a value in a block of inputs that is halfway between two bf16 and rounds toward 0, as
+    /// `[panel][block of inputs]`.
+    ties: Vec<bool>,
 }
 
 /// The codes of a panel for a range of inputs (whole groups of 16), with values that [`CodeBlock`]s describe.
@@ -125,7 +127,7 @@ impl Codes {
             let panels = first..first + n.div_ceil(PANEL);
             let lines = &mut codes.lines[panels.start * panel_lines..panels.end * panel_lines];
             pack(threads, lines, matrix, (n, k), zero);
-            codes.parts.push(Part::new(panels.clone(), matrix, n, k));
+            codes.parts.push(Part::new(threads, panels.clone(), matrix, n, k));
             first = panels.end;
         }
         Some(codes)
@@ -133,11 +135,14 @@ impl Codes {
 
     /// Memory of codes, scales and tables in bytes.
     pub(super) fn size_bytes(&self) -> usize {
-        let of_part = |part: &Part| match &part.scales {
-            PanelScales::Plain(scales) => size_of_val(scales.as_slice()),
-            PanelScales::Nested { codes, scales, .. } => {
-                codes.len() + size_of_val(scales.as_slice()) + size_of::<[f32; 256]>()
-            }
+        let of_part = |part: &Part| {
+            let scales = match &part.scales {
+                PanelScales::Plain(scales) => size_of_val(scales.as_slice()),
+                PanelScales::Nested { codes, scales, .. } => {
+                    codes.len() + size_of_val(scales.as_slice()) + size_of::<[f32; 256]>()
+                }
+            };
+            scales + part.ties.len()
         };
         self.lines.len() * size_of::<Line>() + self.parts.iter().map(of_part).sum::<usize>()
     }
@@ -212,9 +217,10 @@ impl Codes {
         let end = (inputs.start / part.block + 1) * part.block;
         let groups = (end.min(inputs.end) - inputs.start) / GROUP;
         let at = panel * self.panel_lines + inputs.start / GROUP * GROUP_LINES;
-        let Part { table, rounding, ordinary, .. } = part;
+        let Part { table, rounding, .. } = part;
         let lines = &self.lines[at..at + groups * GROUP_LINES];
-        CodeBlock { lines, scales, table, rounding: *rounding, ordinary }
+        let has_ties = part.ties[(panel - part.panels.start) * part.blocks + inputs.start / part.block];
+        CodeBlock { lines, scales, table, rounding: *rounding, has_ties }
     }
 
     /// Address of the codes of a panel from an input on.
@@ -225,7 +231,7 @@ impl Codes {
 }
 
 impl Part {
-    fn new(panels: Range<usize>, matrix: &FourBit, n: usize, k: usize) -> Part {
+    fn new(threads: &Threads, panels: Range<usize>, matrix: &FourBit, n: usize, k: usize) -> Part {
         let blocks = k / matrix.block;
         /// Reorders values of `[n][blocks]` to `[panel][block][32]`.
         fn by_panel<T: Copy + Default>(values: &[T], n: usize, blocks: usize) -> Vec<T> {
@@ -253,16 +259,38 @@ impl Part {
                 offset: *offset,
             },
         };
-        let ordinary = ordinary(&matrix.table);
-        Part {
+        let mut part = Part {
+            ties: vec![false; panels.len() * blocks],
             panels,
             table: matrix.table,
             rounding: matrix.rounding,
             block: matrix.block,
+            blocks,
             is_normal,
-            ordinary,
             scales,
-        }
+        };
+        part.ties = part.find_ties(threads);
+        part
+    }
+
+    /// Finds the ties of all panels.
+    fn find_ties(&self, threads: &Threads) -> Vec<bool> {
+        let mut ties = vec![false; self.panels.len() * self.blocks];
+        let all = Shared::new(&mut ties);
+        threads.split(self.panels.len(), |panels| {
+            for panel in panels {
+                // Safety: each thread writes other panels.
+                let ties = unsafe { all.part(panel * self.blocks..(panel + 1) * self.blocks) };
+                for (block, has_ties) in ties.iter_mut().enumerate() {
+                    let scales = self.scales_of(self.panels.start + panel, block);
+                    // Has no branch, so that it can be vectorized.
+                    *has_ties = self.table.iter().fold(false, |found, of_code| {
+                        scales.iter().fold(found, |found, scale| found | is_tie_toward_0(of_code * scale))
+                    });
+                }
+            }
+        });
+        ties
     }
 
     /// Whether the values have one rounding, to bf16, and instructions that replace subnormal values by 0 give them.
@@ -273,21 +301,16 @@ impl Part {
     /// The scales of a panel's outputs for a block of inputs.
     fn scales_of(&self, panel: usize, block: usize) -> [f32; PANEL] {
         let panel = panel - self.panels.start;
+        let at = (panel * self.blocks + block) * PANEL;
         match &self.scales {
-            PanelScales::Plain(scales) => {
-                let blocks = scales.len() / PANEL / self.panels.len();
-                let at = (panel * blocks + block) * PANEL;
-                std::array::from_fn(|output| scales[at + output])
-            }
+            PanelScales::Plain(scales) => scales[at..].first_chunk().copied().unwrap_or_default(),
             PanelScales::Nested { codes, table, scales, block_log2, offset } => {
-                let blocks = codes.len() / PANEL / self.panels.len();
-                let at = (panel * blocks + block) * PANEL;
                 let codes: &[u8; PANEL] = codes[at..].first_chunk().unwrap_or(&[0; PANEL]);
-                let (first, last) = (panel * PANEL * blocks + block, scales.len() - 1);
+                let (first, last) = (panel * PANEL * self.blocks + block, scales.len() - 1);
                 let mut of_outputs = [0.0; PANEL];
                 for (output, (scale, code)) in of_outputs.iter_mut().zip(codes).enumerate() {
                     // Outputs beyond the matrix may have any scale, because their codes mean the value 0.
-                    let of_code = scales[((first + output * blocks) >> block_log2).min(last)];
+                    let of_code = scales[((first + output * self.blocks) >> block_log2).min(last)];
                     let product = table[usize::from(*code)] * of_code;
                     *scale = product + offset;
                 }
@@ -297,16 +320,10 @@ impl Part {
     }
 }
 
-/// Scales with which no value of the table is −0, subnormal or near the largest number; an empty range if there are none.
-fn ordinary(table: &[f32; 16]) -> RangeInclusive<f32> {
-    const LARGEST: f32 = (1u128 << 100) as f32;
-    let all = table.iter().map(|value| value.abs()).filter(|value| *value != 0.0);
-    let (least, most) = all.fold((f32::MAX, 0.0f32), |(least, most), value| (least.min(value), most.max(value)));
-    let has_negative_zero = table.iter().any(|value| *value == 0.0 && value.is_sign_negative());
-    if has_negative_zero {
-        return f32::INFINITY..=0.0;
-    }
-    (LARGEST.recip() / least).max(f32::MIN_POSITIVE)..=LARGEST / most
+/// Whether a value is halfway between two bf16, of which the one nearer to 0 is even: the only case in which adding half of a
+/// bf16's last place, and cutting off the rest, is not the rounding to the nearest bf16, ties to even.
+fn is_tie_toward_0(value: f32) -> bool {
+    value.to_bits() & 0x1_ffff == 0x8000
 }
 
 /// Packs the codes of a matrix `[n, k]`; `zero` is the code of the value 0, for outputs beyond the matrix.

@@ -30,7 +30,7 @@ pub(in super::super::super) trait Take {
 #[inline(always)]
 pub(in super::super::super) unsafe fn each_pair(block: &CodeBlock<'_>, to: &mut impl Take) {
     unsafe {
-        match block.is_ordinary() {
+        match block.has_ties {
             true => each_group::<true>(block, to),
             false => each_group::<false>(block, to),
         }
@@ -38,7 +38,7 @@ pub(in super::super::super) unsafe fn each_pair(block: &CodeBlock<'_>, to: &mut 
 }
 
 #[inline(always)]
-unsafe fn each_group<const ORDINARY: bool>(block: &CodeBlock<'_>, to: &mut impl Take) {
+unsafe fn each_group<const TIES: bool>(block: &CodeBlock<'_>, to: &mut impl Take) {
     unsafe {
         let table = _mm512_loadu_ps(block.table.as_ptr());
         let scales = [_mm512_loadu_ps(block.scales.as_ptr()), _mm512_loadu_ps(block.scales.as_ptr().add(LANES))];
@@ -56,7 +56,7 @@ unsafe fn each_group<const ORDINARY: bool>(block: &CodeBlock<'_>, to: &mut impl 
                         // The permutation reads only the lowest four bits of each index.
                         let of_codes = _mm512_permutexvar_ps(codes[half][parity], table);
                         let value = _mm512_mul_ps(of_codes, scales[half]);
-                        values[parity] = if ORDINARY { rounded_by_sum(value) } else { rounded(value) };
+                        values[parity] = rounded::<TIES>(value);
                         codes[half][parity] = _mm512_srli_epi32::<4>(codes[half][parity]);
                     }
                     to.take(group, half, pair, values);
@@ -77,35 +77,21 @@ unsafe fn of_half(words: *const u32) -> [__m512i; 2] {
     }
 }
 
-/// Rounds to the nearest bf16, ties to even, by its bits. The values are finite.
+/// Rounds to the nearest bf16, ties to even. Without ties, and with ties that round away from 0, adding half of the last place is
+/// enough.
 #[inline(always)]
-unsafe fn rounded(value: __m512) -> __m512 {
+unsafe fn rounded<const TIES: bool>(value: __m512) -> __m512 {
     unsafe {
         let bits = _mm512_castps_si512(value);
-        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-        let nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        let nearest = if TIES {
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)))
+        } else {
+            _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000))
+        };
         _mm512_castsi512_ps(_mm512_and_si512(nearest, _mm512_set1_epi32(0xffff_0000_u32 as i32)))
     }
 }
-
-/// Rounds to the nearest bf16, ties to even, with fewer instructions than by bits. The values are those of ordinary scales.
-///
-/// A value with the exponent e is added to 1.5 · 2^(e + 16) with its sign. There, neighboring numbers are 2^(e − 7) apart, as in
-/// bf16, so that the sum is rounded as the value should be; the difference is exact.
-#[inline(always)]
-unsafe fn rounded_by_sum(value: __m512) -> __m512 {
-    unsafe {
-        let high = _mm512_set1_ps(HIGH);
-        let power = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(POWER));
-        let power = _mm512_castsi512_ps(power);
-        _mm512_fnmadd_ps(power, high, _mm512_fmadd_ps(power, high, value))
-    }
-}
-
-/// The number 1.5 · 2^16, with which rounding begins.
-pub(super) const HIGH: f32 = 98_304.0;
-/// The bits of an f32 without its fraction: a power of two with its sign.
-pub(super) const POWER: i32 = 0xff80_0000_u32 as i32;
 
 /// Writes values as a pack of bf16 holds them, or of f32.
 struct Write<const BF16: bool>(*mut u32);

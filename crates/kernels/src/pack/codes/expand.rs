@@ -1,8 +1,6 @@
 //! Expands 4-bit codes to the words of a packed weight, for each instruction set with the same bits:
 //! `value = bf16(table[code] · scale)`, or without the rounding for other formats.
 
-use std::ops::RangeInclusive;
-
 use super::super::{Line, PANEL};
 use super::{GROUP, GROUP_LINES};
 use crate::four_bit::Rounding;
@@ -15,8 +13,9 @@ pub(in super::super::super) struct CodeBlock<'b> {
     pub scales: &'b [f32; PANEL],
     pub table: &'b [f32; 16],
     pub rounding: Rounding,
-    /// Scales with which no value is −0, subnormal or near the largest number.
-    pub ordinary: &'b RangeInclusive<f32>,
+    /// Whether a value is halfway between two bf16 and rounds toward 0. Without one, adding half of a bf16's last place and cutting
+    /// off the rest rounds all values.
+    pub has_ties: bool,
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -24,14 +23,6 @@ impl CodeBlock<'_> {
     /// Number of inputs of the matrix.
     pub fn inputs(&self) -> usize {
         self.lines.len() / GROUP_LINES * GROUP
-    }
-
-    /// Whether no value is −0, subnormal or near the largest number.
-    #[inline(always)]
-    pub fn is_ordinary(&self) -> bool {
-        let (least, most) = (*self.ordinary.start(), *self.ordinary.end());
-        // Has no branch, so that it can be vectorized.
-        self.scales.iter().fold(true, |all, scale| all & (*scale >= least) & (*scale <= most))
     }
 }
 

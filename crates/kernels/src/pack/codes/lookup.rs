@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::super::{LANES, PANEL};
-use super::decode::{AHEAD, HIGH, POWER};
+use super::decode::AHEAD;
 use super::expand::{CodeBlock, Expand};
 use super::{GROUP, GROUP_LINES};
 
@@ -15,59 +15,51 @@ pub(in super::super::super) const EXPAND_AVX2: Expand = Expand { to_bf16: to_bf1
 pub(in super::super::super) struct Values([[__m256i; 2]; 4]);
 
 impl Values {
-    /// Computes the values of a block's outputs, line by line.
+    /// Values of no block yet, line by line.
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    pub fn of_no_block() -> [Values; GROUP_LINES] {
+        [Values([[_mm256_setzero_si256(); 2]; 4]); GROUP_LINES]
+    }
+
+    /// Replaces the values by those of a block's outputs.
     ///
     /// # Safety
     /// The machine has AVX2 and FMA.
     #[inline]
     #[target_feature(enable = "avx2,fma")]
-    pub unsafe fn of_block(block: &CodeBlock<'_>) -> [Values; GROUP_LINES] {
+    pub unsafe fn replace(all: &mut [Values; GROUP_LINES], block: &CodeBlock<'_>) {
         unsafe {
-            match block.is_ordinary() {
-                true => Values::of_lines::<true>(block),
-                false => Values::of_lines::<false>(block),
+            match block.has_ties {
+                true => Values::round::<true>(all, block),
+                false => Values::round::<false>(all, block),
             }
         }
     }
 
-    #[inline]
+    #[inline(never)]
     #[target_feature(enable = "avx2,fma")]
-    unsafe fn of_lines<const ORDINARY: bool>(block: &CodeBlock<'_>) -> [Values; GROUP_LINES] {
-        unsafe {
-            let mut all = [Values([[_mm256_setzero_si256(); 2]; 4]); GROUP_LINES];
-            for (line, values) in all.iter_mut().enumerate() {
-                *values = Values::rounded::<ORDINARY>(block, line);
-            }
-            all
-        }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma")]
-    unsafe fn rounded<const ORDINARY: bool>(block: &CodeBlock<'_>, line: usize) -> Values {
+    unsafe fn round<const TIES: bool>(all: &mut [Values; GROUP_LINES], block: &CodeBlock<'_>) {
         unsafe {
             let table = [0, 1, 2, 3].map(|first| codes_from(block.table, first));
-            let scales = _mm256_loadu_ps(block.scales[line * 8..].as_ptr());
-            let of = |scale: __m256| {
-                let value = |index: usize| {
-                    let value = _mm256_mul_ps(table[index], scale);
-                    if ORDINARY { rounded_by_sum(value) } else { rounded(value) }
+            for (line, values) in all.iter_mut().enumerate() {
+                let scales = _mm256_loadu_ps(block.scales[line * 8..].as_ptr());
+                let of = |scale: __m256| {
+                    let value = |index: usize| rounded::<TIES>(_mm256_mul_ps(table[index], scale));
+                    // In each word two bf16, then the bytes of four: those of the codes c, c + 1, c + 2 and c + 3.
+                    let two = |low, high| _mm256_blend_epi16::<0xaa>(_mm256_srli_epi32::<16>(low), high);
+                    let (even, odd) = (two(value(0), value(2)), two(value(1), value(3)));
+                    let bytes = _mm256_set1_epi16(0xff);
+                    [
+                        _mm256_or_si256(_mm256_and_si256(even, bytes), _mm256_slli_epi16::<8>(odd)),
+                        _mm256_or_si256(_mm256_srli_epi16::<8>(even), _mm256_andnot_si256(bytes, odd)),
+                    ]
                 };
-                // In each word two bf16, then the bytes of four: those of the codes c, c + 1, c + 2 and c + 3.
-                let two = |low, high| _mm256_blend_epi16::<0xaa>(_mm256_srli_epi32::<16>(low), high);
-                let (even, odd) = (two(value(0), value(2)), two(value(1), value(3)));
-                let bytes = _mm256_set1_epi16(0xff);
-                [
-                    _mm256_or_si256(_mm256_and_si256(even, bytes), _mm256_slli_epi16::<8>(odd)),
-                    _mm256_or_si256(_mm256_srli_epi16::<8>(even), _mm256_andnot_si256(bytes, odd)),
-                ]
-            };
-            Values([
-                of(_mm256_permute_ps::<0x00>(scales)),
-                of(_mm256_permute_ps::<0x55>(scales)),
-                of(_mm256_permute_ps::<0xaa>(scales)),
-                of(_mm256_permute_ps::<0xff>(scales)),
-            ])
+                values.0[0] = of(_mm256_permute_ps::<0x00>(scales));
+                values.0[1] = of(_mm256_permute_ps::<0x55>(scales));
+                values.0[2] = of(_mm256_permute_ps::<0xaa>(scales));
+                values.0[3] = of(_mm256_permute_ps::<0xff>(scales));
+            }
         }
     }
 
@@ -96,7 +88,7 @@ impl Values {
         unsafe {
             // A prefetch has no effect on memory, whatever the address.
             _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(AHEAD).cast());
-            let [(a, b), (c, d)] = [codes_of(line), codes_of(line.add(4))];
+            let [[a, b], [c, d]] = [codes_of::<false>(line), codes_of::<true>(line.add(4))];
             let values = [(0, a), (1, b), (2, c), (3, d)].map(|(index, codes)| {
                 let [low, high]: [__m256i; 2] = self.0[index];
                 let (low, high) = (_mm256_shuffle_epi8(low, codes), _mm256_shuffle_epi8(high, codes));
@@ -116,46 +108,51 @@ fn codes_from(table: &[f32; 16], first: usize) -> __m256 {
     _mm256_setr_ps(a, b, c, d, a, b, c, d)
 }
 
-/// The codes of four outputs, one per byte in order of the inputs: outputs o and o + 4 from the first word on, and the next two.
+/// The codes of four outputs, one per byte: outputs o and o + 4 from the first word on, and the next two. The pairs of inputs are in
+/// the order that [`transposed`] needs for the outputs 0 and 1, or 2 and 3 (`LAST`).
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn codes_of(words: *const u32) -> (__m256i, __m256i) {
+unsafe fn codes_of<const LAST: bool>(words: *const u32) -> [__m256i; 2] {
     unsafe {
         let [low, high] = [0, 8].map(|at| _mm_loadu_si128(words.add(at).cast()));
         // Bytes of even inputs and of odd ones, in turns.
-        let in_turns = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
-        let bytes = _mm256_shuffle_epi8(_mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), high), in_turns);
+        let in_turns = match LAST {
+            false => _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15),
+            true => _mm_setr_epi8(1, 5, 0, 4, 3, 7, 2, 6, 9, 13, 8, 12, 11, 15, 10, 14),
+        };
+        let bytes = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), high);
+        let bytes = _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(in_turns));
         let lowest = _mm256_set1_epi8(15);
         let (low, high) = (_mm256_and_si256(bytes, lowest), _mm256_and_si256(_mm256_srli_epi16::<4>(bytes), lowest));
-        (_mm256_unpacklo_epi16(low, high), _mm256_unpackhi_epi16(low, high))
+        [_mm256_unpacklo_epi16(low, high), _mm256_unpackhi_epi16(high, low)]
     }
 }
 
-/// Transposes 4 × 4 words in each half.
+/// Transposes 4 × 4 words in each half, where word p of row r is that of the column p ^ r. In this order a column has its words at
+/// different places, and most of the work is choosing words, which more of a processor's units can do than moving them.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn transposed([a, b, c, d]: [__m256i; 4]) -> [__m256i; 4] {
-    let (p, q) = (_mm256_unpacklo_epi32(a, b), _mm256_unpacklo_epi32(c, d));
-    let (r, s) = (_mm256_unpackhi_epi32(a, b), _mm256_unpackhi_epi32(c, d));
-    [_mm256_unpacklo_epi64(p, q), _mm256_unpackhi_epi64(p, q), _mm256_unpacklo_epi64(r, s), _mm256_unpackhi_epi64(r, s)]
+    let (p, q) = (_mm256_blend_epi32::<0xaa>(a, b), _mm256_blend_epi32::<0xaa>(c, d));
+    let (r, s) = (_mm256_blend_epi32::<0xaa>(b, a), _mm256_blend_epi32::<0xaa>(d, c));
+    [
+        _mm256_blend_epi32::<0xcc>(p, q),
+        _mm256_shuffle_epi32::<0b10_11_00_01>(_mm256_blend_epi32::<0xcc>(r, s)),
+        _mm256_shuffle_epi32::<0b01_00_11_10>(_mm256_blend_epi32::<0xcc>(q, p)),
+        _mm256_shuffle_epi32::<0b00_01_10_11>(_mm256_blend_epi32::<0xcc>(s, r)),
+    ]
 }
 
-/// Rounds to the nearest bf16, ties to even, by its bits; the lower half of each word is any. The values are finite.
+/// Rounds to the nearest bf16, ties to even, as with AVX-512: see there. The lower half of each word is any.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn rounded(value: __m256) -> __m256i {
+fn rounded<const TIES: bool>(value: __m256) -> __m256i {
     let bits = _mm256_castps_si256(value);
+    if !TIES {
+        return _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
+    }
     let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
     _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)))
-}
-
-/// Rounds to the nearest bf16, ties to even, as with AVX-512: see there. The values are those of ordinary scales.
-#[inline]
-#[target_feature(enable = "avx2,fma")]
-fn rounded_by_sum(value: __m256) -> __m256i {
-    let high = _mm256_set1_ps(HIGH);
-    let power = _mm256_and_ps(value, _mm256_castsi256_ps(_mm256_set1_epi32(POWER)));
-    _mm256_castps_si256(_mm256_fnmadd_ps(power, high, _mm256_fmadd_ps(power, high, value)))
 }
 
 /// The two values of each pair, as f32.
@@ -169,7 +166,9 @@ pub(in super::super::super) fn widened(pairs: __m256i) -> [__m256; 2] {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn to_bf16_avx2(block: &CodeBlock<'_>, out: *mut u32) {
     unsafe {
-        for (line, values) in Values::of_block(block).iter().enumerate() {
+        let mut values = Values::of_no_block();
+        Values::replace(&mut values, block);
+        for (line, values) in values.iter().enumerate() {
             for (group, lines) in block.lines.as_chunks::<GROUP_LINES>().0.iter().enumerate() {
                 let out = out.add(group * GROUP / 2 * PANEL + line * 8);
                 values.store_pairs(lines[line].0.as_ptr(), out.cast(), GROUP_LINES);
@@ -181,7 +180,9 @@ unsafe fn to_bf16_avx2(block: &CodeBlock<'_>, out: *mut u32) {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn to_f32_avx2(block: &CodeBlock<'_>, out: *mut u32) {
     unsafe {
-        for (line, values) in Values::of_block(block).iter().enumerate() {
+        let mut values = Values::of_no_block();
+        Values::replace(&mut values, block);
+        for (line, values) in values.iter().enumerate() {
             for (group, lines) in block.lines.as_chunks::<GROUP_LINES>().0.iter().enumerate() {
                 for (pair, words) in values.pairs(lines[line].0.as_ptr()).into_iter().enumerate() {
                     let out = out.add((group * GROUP + 2 * pair) * PANEL + line * 8);
