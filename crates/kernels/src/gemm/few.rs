@@ -85,7 +85,7 @@ unsafe fn avx2<const MR: usize>(run: &CodeRun<'_>, sums: &Sums) {
                 *acc = _mm256_loadu_ps(sums.from.add(m * sums.from_stride + v * 8));
             }
         }
-        let mut values = Values::of_no_block();
+        let mut values = Values::room();
         let mut x = sums.x;
         let mut inputs = run.inputs();
         while !inputs.is_empty() {

@@ -52,8 +52,7 @@ struct Part {
     /// Whether no value is subnormal, so that instructions that replace such values by 0 can be used.
     is_normal: bool,
     scales: PanelScales,
-    /// Whether a panel has a value in a block of inputs that is halfway between two bf16 and rounds toward 0, as
-    /// `[panel][block of inputs]`.
+    /// Which `[panel][block of inputs]` have a value halfway between two bf16 that rounds toward 0.
     ties: Vec<bool>,
 }
 
@@ -273,7 +272,7 @@ impl Part {
         part
     }
 
-    /// Finds the ties of all panels.
+    /// Returns which blocks of all panels have ties.
     fn find_ties(&self, threads: &Threads) -> Vec<bool> {
         let mut ties = vec![false; self.panels.len() * self.blocks];
         let all = Shared::new(&mut ties);

@@ -77,8 +77,7 @@ unsafe fn of_half(words: *const u32) -> [__m512i; 2] {
     }
 }
 
-/// Rounds to the nearest bf16, ties to even. Without ties, and with ties that round away from 0, adding half of the last place is
-/// enough.
+/// Rounds to the nearest bf16, ties to even. Unless a tie rounds toward 0 (`TIES`), adding half of the last place is enough.
 #[inline(always)]
 unsafe fn rounded<const TIES: bool>(value: __m512) -> __m512 {
     unsafe {

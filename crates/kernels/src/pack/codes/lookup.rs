@@ -15,14 +15,14 @@ pub(in super::super::super) const EXPAND_AVX2: Expand = Expand { to_bf16: to_bf1
 pub(in super::super::super) struct Values([[__m256i; 2]; 4]);
 
 impl Values {
-    /// Values of no block yet, line by line.
+    /// Room for the values of a block, line by line.
     #[inline]
     #[target_feature(enable = "avx2,fma")]
-    pub fn of_no_block() -> [Values; GROUP_LINES] {
+    pub fn room() -> [Values; GROUP_LINES] {
         [Values([[_mm256_setzero_si256(); 2]; 4]); GROUP_LINES]
     }
 
-    /// Replaces the values by those of a block's outputs.
+    /// Computes the values of a block's outputs and writes them over `all`.
     ///
     /// # Safety
     /// The machine has AVX2 and FMA.
@@ -166,7 +166,7 @@ pub(in super::super::super) fn widened(pairs: __m256i) -> [__m256; 2] {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn to_bf16_avx2(block: &CodeBlock<'_>, out: *mut u32) {
     unsafe {
-        let mut values = Values::of_no_block();
+        let mut values = Values::room();
         Values::replace(&mut values, block);
         for (line, values) in values.iter().enumerate() {
             for (group, lines) in block.lines.as_chunks::<GROUP_LINES>().0.iter().enumerate() {
@@ -180,7 +180,7 @@ unsafe fn to_bf16_avx2(block: &CodeBlock<'_>, out: *mut u32) {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn to_f32_avx2(block: &CodeBlock<'_>, out: *mut u32) {
     unsafe {
-        let mut values = Values::of_no_block();
+        let mut values = Values::room();
         Values::replace(&mut values, block);
         for (line, values) in values.iter().enumerate() {
             for (group, lines) in block.lines.as_chunks::<GROUP_LINES>().0.iter().enumerate() {
