@@ -89,8 +89,8 @@ async function checkpoint(attempt, number) {
 const FORBIDDEN = "iframe, object, embed, base, meta[http-equiv], marquee, math, video, audio, template, form[action], [formaction], [srcdoc], [onerror], [onload], [onclick], [onfocus], [onmouseover], [onbegin], main script, main style, main link, main img, main image";
 
 /** Runs `check` on a new page, and fails if anything of the corpus ran, was requested or opened a dialog or a frame. */
-async function visitSafely(check, options = {}) {
-  const context = await browser.newContext({ viewport: { width: 1280, height: 900 }, reducedMotion: "reduce", ...options });
+async function visitSafely(check) {
+  const context = await browser.newContext({ viewport: { width: 1280, height: 900 }, reducedMotion: "reduce" });
   const page = await context.newPage();
   const violations = [];
   await page.exposeFunction("pwned", (cause) => violations.push(`ran: ${cause}`));
@@ -139,12 +139,8 @@ async function inspectAll(page, { url }, id) {
   }
 }
 
-for (const colorScheme of ["light", "dark"]) {
-  test(`no text of the corpus runs on any view, ${colorScheme}`, { timeout: 300_000 }, () =>
-    visitSafely(async (page) => {
-      await inspectAll(page, server, infected.id);
-    }, { colorScheme }));
-}
+test("no text of the corpus runs on any view", { timeout: 300_000 }, () =>
+  visitSafely((page) => inspectAll(page, server, infected.id)));
 
 test("a real run on prompts of the corpus, with a reward service that responds with the corpus, runs nothing", { timeout: 300_000 }, async () => {
   const trained = await startServer({ devices: "cpu" });
