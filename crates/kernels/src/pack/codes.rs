@@ -46,8 +46,9 @@ struct Part {
     panels: Range<usize>,
     table: [f32; 16],
     rounding: Rounding,
-    /// Number of inputs that share a scale, and of blocks of so many.
+    /// Number of inputs that share a scale.
     block: usize,
+    /// Number of scales of an output.
     blocks: usize,
     /// Whether no value is subnormal, so that instructions that replace such values by 0 can be used.
     is_normal: bool,
@@ -259,7 +260,7 @@ impl Part {
             },
         };
         let mut part = Part {
-            ties: vec![false; panels.len() * blocks],
+            ties: Vec::new(),
             panels,
             table: matrix.table,
             rounding: matrix.rounding,
