@@ -82,7 +82,7 @@ fn system<E: std::error::Error + Send + Sync + 'static>(doing: impl Into<String>
 ///
 /// # Errors
 /// Fails when the server cannot start, the API refuses a request, or the job does not succeed.
-pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
+pub(crate) async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     let begun = Instant::now();
     let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for the signal SIGTERM"))?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(system("listen for the signal SIGINT"))?;

@@ -62,7 +62,7 @@ pub struct Stop {
 
 /// Serves until `stop`, then ends streams, lets requests in flight complete, and returns. Every request carries its [`Connection`]
 /// and the peer's address as extensions.
-pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Arc<Connections>, stop: Stop) {
+pub(crate) async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Arc<Connections>, stop: Stop) {
     let router = router.layer(middleware::from_fn_with_state(stop.begin.clone(), end_streams));
     let builder = builder(&edge);
     let registry = Registry::new(most_connections(edge.max_connections), counts);

@@ -59,7 +59,7 @@ pub enum RewardServerError {
 ///
 /// # Errors
 /// Fails when the model or the address cannot be used.
-pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> {
+pub(crate) async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> {
     let RewardServerArgs {
         model,
         listen,

@@ -1,6 +1,6 @@
 //! Starts store, http, supervisor, lease timer and outage watch, and shuts them down on SIGTERM.
 //!
-//! [`run`] is `rlood serve`; [`start`] starts a server inside this process, for the demo and for tests.
+//! `run` is `rlood serve`; `start` starts a server inside this process, for the demo.
 
 pub mod check;
 pub mod disk;
@@ -185,7 +185,7 @@ impl Running {
 ///
 /// # Errors
 /// Fails when the server cannot start.
-pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
+pub(crate) async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
     let system = |doing| move |source| ServeError::System { doing, source };
     let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for the signal SIGTERM"))?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(system("listen for the signal SIGINT"))?;
@@ -232,7 +232,7 @@ fn without_gpus(config: &mut ServeConfig) -> Option<String> {
 ///
 /// # Errors
 /// Fails when the data directory, the database or the address cannot be used.
-pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
+pub(crate) async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     // Every TLS client needs this crypto provider; installing it twice is not an error.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let policy =

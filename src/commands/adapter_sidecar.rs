@@ -72,7 +72,7 @@ struct Sidecar {
 ///
 /// # Errors
 /// Fails if the folder or the address cannot be used.
-pub async fn run(args: SidecarArgs) -> Result<ExitCode, SidecarError> {
+pub(crate) async fn run(args: SidecarArgs) -> Result<ExitCode, SidecarError> {
     let folder = |error| SidecarError::Folder(args.dir.clone(), error);
     std::fs::create_dir_all(&args.dir).map_err(folder)?;
     let dir = std::fs::canonicalize(&args.dir).map_err(folder)?;

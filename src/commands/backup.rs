@@ -21,7 +21,7 @@ use crate::files::pinned::PinnedFiles;
 use crate::files::{DataDir, FilesError, hash_file};
 use crate::store::{CheckpointRow, DatasetFilter, Store, StoreError};
 
-pub use restore::restore;
+pub(crate) use restore::restore;
 
 const MANIFEST: &str = "manifest.json";
 const DATABASE: &str = "rlood.db";
@@ -130,7 +130,7 @@ struct Entry {
 ///
 /// # Errors
 /// Fails when a file cannot be read or written, or the target is not empty. No part of a backup is left in the target then.
-pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
+pub(crate) async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     let BackupArgs { to, data_dir } = args;
     if !data_dir.join(DATABASE).is_file() {
         return Err(BackupError::NoDatabase(data_dir));

@@ -37,7 +37,7 @@ const PLAIN: &str = "I do not know.";
 ///
 /// # Errors
 /// Fails when a flag is invalid.
-pub async fn run(args: EnvCheckArgs) -> Result<ExitCode, CheckError> {
+pub(crate) async fn run(args: EnvCheckArgs) -> Result<ExitCode, CheckError> {
     examine(&args, !args.json).await?.finish(args.json, args.strict)
 }
 

@@ -13,7 +13,7 @@ use crate::reward::python::{PythonServer, Service, Settings, Wanted, read_target
 ///
 /// # Errors
 /// Fails when a flag or a class is invalid, or the serving process exits by itself.
-pub async fn run(args: EnvServeArgs) -> Result<ExitCode, ServeError> {
+pub(crate) async fn run(args: EnvServeArgs) -> Result<ExitCode, ServeError> {
     let secrets = read_secrets(args.secret.as_deref())?;
     let directory = working_directory()?;
     let targets = read_targets(&args.classes, Wanted::CLASSES, &directory)?;

@@ -76,7 +76,7 @@ impl Sums {
 ///
 /// # Errors
 /// Fails when a directory or the database cannot be used. Items that were already removed stay removed.
-pub async fn run(args: GcArgs) -> Result<ExitCode, GcError> {
+pub(crate) async fn run(args: GcArgs) -> Result<ExitCode, GcError> {
     let is_dry = args.dry_run;
     let mut sums = Sums::default();
     if !args.cache_only {

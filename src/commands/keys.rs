@@ -39,7 +39,7 @@ pub enum KeysError {
 ///
 /// # Errors
 /// Fails when the data directory or the database does not exist or cannot be used, or the key does not exist.
-pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
+pub(crate) async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
     let data_dir = match args.place()? {
         KeysPlace::DataDir(dir) => dir,
         KeysPlace::Api => return Ok(rlood_cli::keys::run(&args.common, &over_api(args.action)).await),

@@ -28,7 +28,7 @@ use crate::spec::read_single_reward;
 ///
 /// # Errors
 /// Fails when a flag is invalid.
-pub async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
+pub(crate) async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
     examine(&args, !args.json).await?.finish(args.json, args.strict)
 }
 

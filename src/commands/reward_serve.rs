@@ -14,7 +14,7 @@ use crate::reward::python::{PythonServer, Settings, Wanted, read_targets};
 ///
 /// # Errors
 /// Fails when a flag or a function is invalid, or the serving process exits by itself.
-pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
+pub(crate) async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
     let secrets = read_secrets(args.secret.as_deref())?;
     let targets = read_targets(&args.functions, Wanted::FUNCTIONS, &working_directory()?)?;
     let settings = Settings {

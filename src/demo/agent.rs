@@ -45,7 +45,7 @@ pub struct AgentOutcome {
 }
 
 /// Runs the demo over HTTP, as a user would. The calculator is returned too, because further jobs need it.
-pub async fn demonstrate(
+pub(crate) async fn demonstrate(
     client: &Client,
     args: &DemoArgs,
     data_dir: &Path,

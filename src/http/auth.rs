@@ -39,7 +39,7 @@ use models::find;
 use streams::{Asker, over};
 
 pub use streams::Streams;
-pub use workers::{WorkerPass, require_worker};
+pub(crate) use workers::{WorkerPass, require_worker};
 
 /// Response header that marks the repetition of an earlier response for the same Idempotency-Key. Such a request changed
 /// nothing, so the audit log does not record it.
@@ -261,7 +261,7 @@ fn challenge(detail: &str) -> Problem {
 
 /// Authentication layer of all routes except web pages and the worker protocol. Answers 401 without a valid credential, 403
 /// without the required scope, 404 for resources of other owners. Records changes in the audit log.
-pub async fn require_access(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
+pub(crate) async fn require_access(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
     let method = request.method().clone();
     let declared = route.as_ref().and_then(|route| scopes::of_route(method.as_str(), route));

@@ -31,7 +31,7 @@ const CORS_EXPOSED: HeaderValue = HeaderValue::from_static(
 );
 
 /// Layer that checks the `Host` and `Origin` headers.
-pub async fn guard_browser(State(state): State<AppState>, request: Request, next: Next) -> Response {
+pub(crate) async fn guard_browser(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let origin = permitted_origin(&state.config, request.headers());
     let (method, uri, headers) = (request.method().clone(), request.uri().clone(), request.headers().clone());
     let names = match names_of(&request) {

@@ -124,7 +124,7 @@ fn start(state: &AppState, found: Found, row: DatasetDownloadRow, conversion: Co
 
 /// Resumes the downloads that the previous server process did not finish. The hub tokens of requests are not available, because they
 /// are never stored.
-pub async fn resume(state: &AppState) -> Result<(), Problem> {
+pub(crate) async fn resume(state: &AppState) -> Result<(), Problem> {
     let hub = &state.config.hub;
     for row in state.store.dataset_downloads_running().await? {
         let has_own_rights = hub.token_for == HubTokenFor::Everyone || row.owner.is_empty();

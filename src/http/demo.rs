@@ -70,7 +70,7 @@ async fn create(state: AppState, caller: Caller) -> Result<Answer, Problem> {
 /// Updates the path of the bundled model in its database record, if there is one, and unpacks the model if its
 /// files are missing: a backup does not contain them, and the data directory may have been moved. Call this before
 /// workers can claim jobs.
-pub async fn settle(state: &AppState) -> Result<(), Problem> {
+pub(crate) async fn settle(state: &AppState) -> Result<(), Problem> {
     let row = match state.store.model_get(MODEL).await {
         Ok(row) if row.owner.is_empty() => row,
         // A model that a user registered under this id is left unchanged.

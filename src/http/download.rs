@@ -73,7 +73,7 @@ pub async fn send_file(method: &Method, headers: &HeaderMap, file: &Download) ->
 ///
 /// # Errors
 /// Answers 412 or 416 for the request's conditions and range, 500 when a file cannot be opened.
-pub async fn send_tar(
+pub(crate) async fn send_tar(
     method: &Method,
     headers: &HeaderMap,
     archive_name: &str,

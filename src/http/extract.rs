@@ -279,7 +279,7 @@ impl Allowance {
 
 /// Reads the whole (decompressed) body. Answers 413 over the route's limit (that of the innermost `DefaultBodyLimit` layer), 408
 /// when the body takes too long to arrive, 503 when too many bodies arrive concurrently.
-pub async fn read_body(request: Request) -> Result<Bytes, Problem> {
+pub(crate) async fn read_body(request: Request) -> Result<Bytes, Problem> {
     let allowance = Allowance::of(&request);
     if !std::ptr::eq(allowance, &STRANGERS) {
         return read_within(allowance, request).await;
@@ -297,7 +297,7 @@ pub async fn read_body(request: Request) -> Result<Bytes, Problem> {
 
 /// Reads the body on a public route whose handler has checked a credential of its own, such as a callback token. Bodies of
 /// unauthenticated clients do not affect it.
-pub async fn read_admitted_body(request: Request) -> Result<Bytes, Problem> {
+pub(crate) async fn read_admitted_body(request: Request) -> Result<Bytes, Problem> {
     read_within(&USERS, request).await
 }
 

@@ -21,7 +21,7 @@ const MAX_PLAN_ATTEMPTS: u32 = 5;
 const PLAN_RETRY_DELAY: Duration = Duration::from_secs(10);
 
 /// Plans the jobs whose datasets are stored: now, and each time that another dataset was downloaded. Never returns.
-pub async fn run(state: AppState) {
+pub(crate) async fn run(state: AppState) {
     loop {
         plan_jobs(&state).await;
         state.downloads.dataset_stored().notified().await;

@@ -22,7 +22,7 @@ type Finding = (&'static str, Result<String, String>);
 ///
 /// # Errors
 /// Never fails: `rlood check` prints the problems that it finds.
-pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
+pub(crate) async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
     let database = open_database(&config.data_dir).await;
     let keys = count_keys(&database).await;
     let keys_are_on = matches!(keys, Ok(Some(_)));

@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use futures::future::BoxFuture;
+
 use crate::args::OneShotArgs;
 use crate::engine::advantage::{RewardWeight, combine_rewards};
 use crate::one_shot::{self, OneShotError};
@@ -29,14 +31,16 @@ const MAX_TEXT_BYTES: usize = 64 * 1024;
 ///
 /// # Errors
 /// Fails when standard input has no valid task, or the report cannot be written to standard output.
-pub async fn run(args: OneShotArgs) -> Result<ExitCode, OneShotError> {
-    let task: JudgeTask = one_shot::read_task()?;
-    let report = match judge(task, &args.device.to_string()).await {
-        Ok(result) => JudgeReport::Judged(Box::new(result)),
-        Err(error) => JudgeReport::Failed(error),
-    };
-    one_shot::write_report(&JudgeLine::Report(report))?;
-    Ok(ExitCode::SUCCESS)
+pub fn run(args: OneShotArgs) -> BoxFuture<'static, Result<ExitCode, OneShotError>> {
+    Box::pin(async move {
+        let task: JudgeTask = one_shot::read_task()?;
+        let report = match judge(task, &args.device.to_string()).await {
+            Ok(result) => JudgeReport::Judged(Box::new(result)),
+            Err(error) => JudgeReport::Failed(error),
+        };
+        one_shot::write_report(&JudgeLine::Report(report))?;
+        Ok(ExitCode::SUCCESS)
+    })
 }
 
 fn failed(code: &str, message: impl std::fmt::Display) -> VerdictError {

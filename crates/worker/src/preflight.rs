@@ -12,6 +12,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures::future::BoxFuture;
+
 use self::host::PreflightRun;
 use rlood_types::preflight::verdict::{combined_range, range_of, verdict};
 use rlood_types::preflight::{Observed, PreflightError, PreflightReport, PreflightSample, PreflightTask, median};
@@ -60,22 +62,24 @@ const PING_TIMEOUT: Duration = Duration::from_secs(5);
 ///
 /// # Errors
 /// Fails when standard input has no valid task, or the report cannot be written to standard output.
-pub async fn run(args: OneShotArgs) -> Result<ExitCode, OneShotError> {
-    let begun = Instant::now();
-    let task: PreflightTask = one_shot::read_task()?;
-    let plan = task.plan.clone();
-    let card = modelcard::read(&task.model_dir);
-    let deadline = begun + Duration::from_millis(task.limit_ms);
-    let mut report = match measure(task, &args.device.to_string(), deadline).await {
-        Ok(report) => report,
-        Err(error) => PreflightReport { error: Some(error), ..PreflightReport::default() },
-    };
-    report.peak_memory_bytes = peak_resident_bytes();
-    report.isa = isa_name(args.device, plan.training.dtype);
-    report.hidden_size = card.ok().map(|card| card.config.shape().hidden_size);
-    report.verdict = verdict(&report, &plan);
-    one_shot::write_report(&report)?;
-    Ok(ExitCode::SUCCESS)
+pub fn run(args: OneShotArgs) -> BoxFuture<'static, Result<ExitCode, OneShotError>> {
+    Box::pin(async move {
+        let begun = Instant::now();
+        let task: PreflightTask = one_shot::read_task()?;
+        let plan = task.plan.clone();
+        let card = modelcard::read(&task.model_dir);
+        let deadline = begun + Duration::from_millis(task.limit_ms);
+        let mut report = match measure(task, &args.device.to_string(), deadline).await {
+            Ok(report) => report,
+            Err(error) => PreflightReport { error: Some(error), ..PreflightReport::default() },
+        };
+        report.peak_memory_bytes = peak_resident_bytes();
+        report.isa = isa_name(args.device, plan.training.dtype);
+        report.hidden_size = card.ok().map(|card| card.config.shape().hidden_size);
+        report.verdict = verdict(&report, &plan);
+        one_shot::write_report(&report)?;
+        Ok(ExitCode::SUCCESS)
+    })
 }
 
 /// Name of the instruction set of the CPU kernels for jobs of this precision; `None` on a GPU.

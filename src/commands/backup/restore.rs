@@ -13,7 +13,7 @@ use crate::store::{Dropped, Store, StoreError};
 ///
 /// # Errors
 /// Fails when the backup is incomplete or damaged, or the target is in use or not empty. The target is unchanged then.
-pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
+pub(crate) async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
     let RestoreArgs { from, data_dir, drop_keys } = args;
     if !is_vacant(&data_dir)? {
         return Err(if is_served(&data_dir) { BackupError::Live(data_dir) } else { not_empty(data_dir) });

@@ -18,7 +18,7 @@ const MAX_ID_CHARS: usize = 200;
 ///
 /// # Errors
 /// Fails when the database cannot be read.
-pub async fn find(state: &AppState, caller: &Caller, id: &str) -> Result<Option<ModelRow>, StoreError> {
+pub(crate) async fn find(state: &AppState, caller: &Caller, id: &str) -> Result<Option<ModelRow>, StoreError> {
     let private = marked(id, caller.owner());
     for id in [id, private.as_str()] {
         match state.store.model_get(id).await {

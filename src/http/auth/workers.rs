@@ -15,7 +15,7 @@ use crate::scopes::Scope;
 use crate::store::clock_ms;
 
 /// Layer of the worker routes. Answers 401 unless the request carries the worker token or a key with the scope `worker`.
-pub async fn require_worker(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
+pub(crate) async fn require_worker(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
     let headers = request.headers().clone();
     let client = Client::of(&state, &headers, request.extensions());
     match admit_worker(&state, client, &headers).await {

@@ -267,7 +267,7 @@ async fn known(state: &AppState, caller: &Caller, id: &str, repo: &Repo) -> Resu
 
 /// Resumes the downloads that the previous server process did not finish. The hub tokens of their requests are not available,
 /// because they are never stored.
-pub async fn resume(state: &AppState) -> Result<(), Problem> {
+pub(crate) async fn resume(state: &AppState) -> Result<(), Problem> {
     for row in state.store.hub_models_downloading().await? {
         let Some(hub) = &row.hub else { continue };
         let token = state.config.hub.environment.token.clone();
