@@ -1,11 +1,13 @@
-//! Lists the dashboard's files for `src/http/web.rs`, the documents for `src/http/guide.rs`, and the files of Swagger UI for
-//! `src/http/docs.rs`.
+//! Compresses and lists the dashboard's files for `src/http/web.rs`, the documents for `src/http/guide.rs`, the bundled models for
+//! `src/bundle.rs`, and the files of Swagger UI for `src/http/docs.rs`. Asks the linker for packed relocations.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::io::{Cursor, Read};
+use std::io::{Cursor, Read, Write};
 use std::path::{Path, PathBuf};
 use std::{env, fs};
+
+use flate2::{Compression, write::GzEncoder};
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -15,13 +17,34 @@ fn main() {
     for (name, path) in &web {
         (name, read(path)).hash(&mut hasher);
     }
-    write("web_files.rs", &format!("(\n\"{:016x}\",\n{},\n)\n", hasher.finish(), list(&web)));
+    write("web_files.rs", &format!("(\n\"{:016x}\",\n{},\n)\n", hasher.finish(), list(&gzipped("web", web))));
     // The pictures of pages in docs/images/pages are for reviews only.
     let docs = files_below(&root.join("docs"), |name| {
         !name.starts_with("images/pages/") && (name.ends_with(".md") || name.ends_with(".png"))
     });
-    write("guide_files.rs", &format!("{}\n", list(&docs)));
+    write("guide_files.rs", &format!("{}\n", list(&gzipped("docs", docs))));
+    for model in ["tiny", "agent"] {
+        let files = files_below(&root.join("assets").join(model), |_| true);
+        write(&format!("{model}_files.rs"), &format!("{}\n", list(&gzipped(model, files))));
+    }
+    pack_relocations();
     write("swagger_files.rs", &format!("{}\n", list(&swagger_ui())));
+}
+
+/// Makes 3 MB of the program's relocations 0.1 MB. glibc reads that form since 2.36: a program that was built with an older one is to run
+/// with an older one, and so is a program for another linker than this machine's.
+fn pack_relocations() {
+    println!("cargo::rerun-if-env-changed=RUSTC_LINKER");
+    let here =
+        env::var("HOST").is_ok_and(|host| host == "x86_64-unknown-linux-gnu") && env::var("TARGET") == env::var("HOST");
+    let glibc = std::process::Command::new("getconf").arg("GNU_LIBC_VERSION").output();
+    let version = glibc.ok().and_then(|said| {
+        let (major, minor) = std::str::from_utf8(&said.stdout).ok()?.trim().strip_prefix("glibc ")?.split_once('.')?;
+        Some((major.parse::<u32>().ok()?, minor.parse::<u32>().ok()?))
+    });
+    if here && env::var_os("RUSTC_LINKER").is_none() && version.is_some_and(|version| version >= (2, 36)) {
+        println!("cargo::rustc-link-arg-bins=-Wl,-z,pack-relative-relocs");
+    }
 }
 
 /// The files of Swagger UI that the page needs, each as a gzip file around the bytes that the zip holds.
@@ -48,6 +71,19 @@ fn swagger_ui() -> BTreeMap<String, PathBuf> {
         files.insert(name.to_owned(), place);
     }
     assert_eq!(files.len(), 2, "the zip of Swagger UI has other names");
+    files
+}
+
+/// Compresses files into a folder of the build.
+fn gzipped(folder: &str, mut files: BTreeMap<String, PathBuf>) -> BTreeMap<String, PathBuf> {
+    for (name, path) in &mut files {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+        encoder.write_all(&read(path)).expect("a Vec can be written");
+        let place = out(&format!("{folder}/{name}.gz"));
+        fs::create_dir_all(place.parent().expect("it has a name")).expect("OUT_DIR can be written");
+        fs::write(&place, encoder.finish().expect("a Vec can be written")).expect("OUT_DIR can be written");
+        *path = place;
+    }
     files
 }
 

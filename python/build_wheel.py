@@ -48,6 +48,9 @@ def platform(binary):
         raise SystemExit(f"the binary is for an unsupported machine (ELF number {machine})")
     # The symbol versions are stored as plain text in the binary. No other text in the binary has this form.
     needed = [tuple(map(int, found)) for found in re.findall(rb"\0GLIBC_(\d+)\.(\d+)", binary)]
+    # Packed relocations, which build.rs asks for, have a mark without a number: glibc reads them since 2.36.
+    if b"\0GLIBC_ABI_DT_RELR\0" in binary:
+        needed.append((2, 36))
     major, minor = max([OLDEST_GLIBC, *needed])
     return f"manylinux_{major}_{minor}_{MACHINES[machine]}"
 

@@ -169,7 +169,9 @@ for target in "${targets[@]}"; do
     [[ -f $archive ]] || fail "[package.metadata.binstall] of Cargo.toml expects the archive $archive"
     tar -xzf "$archive"
     [[ -x $path ]] || fail "[package.metadata.binstall] of Cargo.toml expects $path in $archive"
-    readelf -V "$path" | grep -o 'GLIBC_[0-9.]*' | sort -uV >"$work/symbols"
+    readelf -V "$path" | grep -o 'GLIBC_[0-9.]\+' | sort -uV >"$work/symbols"
+    # The mark of packed relocations, which glibc reads since 2.36: build.rs does not ask for them here.
+    ! readelf -V "$path" | grep -q GLIBC_ABI_DT_RELR || fail "$path needs glibc 2.36, which is newer than $glibc"
     newest=$(tail -1 "$work/symbols")
     [[ $(printf '%s\n' "${newest#GLIBC_}" "$glibc" | sort -V | tail -1) == "$glibc" ]] || fail "$path needs $newest, which is newer than $glibc"
     mapfile -t needed < <(readelf -d "$path" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p')

@@ -1,8 +1,10 @@
 //! The bundled models and datasets, embedded in the binary so that the demo needs no other
 //! files. `examples/make_tiny_model` and `scripts/make_agent_model.py` create them.
 
-use std::io;
+use std::io::{self, Read};
 use std::path::Path;
+
+use flate2::read::GzDecoder;
 
 /// The training prompts of the demo, with the column `answer`.
 pub const TRAIN: &[u8] = include_bytes!("../assets/tiny-data/train.jsonl");
@@ -14,40 +16,29 @@ pub const AGENT_TRAIN: &[u8] = include_bytes!("../assets/agent-data/train.jsonl"
 /// Evaluation prompts of `rlood demo --agent`: other sums.
 pub const AGENT_HELD_OUT: &[u8] = include_bytes!("../assets/agent-data/heldout.jsonl");
 
-/// The name and the contents of each file of a model.
-type Files = [(&'static str, &'static [u8]); 5];
+/// The name and the gzip-compressed contents of each file of a model.
+type Files = &'static [(&'static str, &'static [u8])];
 
-const AGENT: Files = [
-    ("config.json", include_bytes!("../assets/agent/config.json")),
-    ("generation_config.json", include_bytes!("../assets/agent/generation_config.json")),
-    ("model.safetensors", include_bytes!("../assets/agent/model.safetensors")),
-    ("tokenizer.json", include_bytes!("../assets/agent/tokenizer.json")),
-    ("tokenizer_config.json", include_bytes!("../assets/agent/tokenizer_config.json")),
-];
-
-const MODEL: Files = [
-    ("config.json", include_bytes!("../assets/tiny/config.json")),
-    ("generation_config.json", include_bytes!("../assets/tiny/generation_config.json")),
-    ("model.safetensors", include_bytes!("../assets/tiny/model.safetensors")),
-    ("tokenizer.json", include_bytes!("../assets/tiny/tokenizer.json")),
-    ("tokenizer_config.json", include_bytes!("../assets/tiny/tokenizer_config.json")),
-];
+const AGENT: Files = include!(concat!(env!("OUT_DIR"), "/agent_files.rs"));
+const MODEL: Files = include!(concat!(env!("OUT_DIR"), "/tiny_files.rs"));
 
 /// Writes the bundled model to a directory. Existing files are not touched, because a worker may be reading them.
 pub fn unpack_model(dir: &Path) -> io::Result<()> {
-    unpack(&MODEL, dir)
+    unpack(MODEL, dir)
 }
 
 /// Writes the bundled model that calls a calculator to a directory, like [`unpack_model`].
 pub fn unpack_agent(dir: &Path) -> io::Result<()> {
-    unpack(&AGENT, dir)
+    unpack(AGENT, dir)
 }
 
-fn unpack(files: &Files, dir: &Path) -> io::Result<()> {
+fn unpack(files: Files, dir: &Path) -> io::Result<()> {
     std::fs::create_dir_all(dir)?;
-    for (name, bytes) in files {
+    for (name, gzipped) in files {
+        let mut bytes = Vec::new();
+        GzDecoder::new(*gzipped).read_to_end(&mut bytes)?;
         let (path, temporary) = (dir.join(name), dir.join(format!(".{name}.tmp")));
-        if !std::fs::read(&path).is_ok_and(|found| found == *bytes) {
+        if !std::fs::read(&path).is_ok_and(|found| found == bytes) {
             std::fs::write(&temporary, bytes)?;
             std::fs::rename(&temporary, &path)?;
         }

@@ -69,8 +69,7 @@ struct PreviewQuery {
 struct DatasetPreview {
     /// The columns of the first rows.
     columns: Vec<ColumnView>,
-    /// The first rows, unchanged.
-    #[schema(value_type = Vec<Object>)]
+    /// The first rows, unchanged. A row that is not an object is among them; `errors` names it.
     source_rows: Vec<Value>,
     /// The first rows that pass the filters, as they would be stored.
     rows: Vec<MappedRow>,

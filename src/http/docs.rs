@@ -57,7 +57,7 @@ static GZIPPED: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/swagger_f
 static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
     let own = [(PAGE, HTML), ("swagger-initializer.js", START)];
     let own = own.map(|(name, text)| (name, WebFile::new(name, Bytes::from_static(text.as_bytes()))));
-    let packed = GZIPPED.iter().map(|(name, bytes)| (*name, WebFile::gzipped(name, Bytes::from_static(bytes))));
+    let packed = GZIPPED.iter().map(|(name, bytes)| (*name, WebFile::gzipped(name, bytes)));
     own.into_iter().chain(packed).collect()
 });
 

@@ -20,8 +20,10 @@ use super::AppState;
 use super::error::Problem;
 use super::web::{self, WebFile};
 
-/// Every file of `docs/` that is part of the guide: its path, its content.
-static SOURCES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/guide_files.rs"));
+/// Every file of `docs/` that is part of the guide: its path, its content as the build compressed it.
+static GZIPPED: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/guide_files.rs"));
+static SOURCES: LazyLock<BTreeMap<&str, WebFile>> =
+    LazyLock::new(|| GZIPPED.iter().map(|(name, bytes)| (*name, WebFile::gzipped(name, bytes))).collect());
 const STYLE: &str = include_str!("guide.css");
 const STYLE_NAME: &str = "guide.css";
 const SUMMARY: &str = "SUMMARY.md";
@@ -29,22 +31,12 @@ const INDEX: &str = "README.md";
 const ONE_LINE: &str = "RLOO (REINFORCE Leave-One-Out) training of language models as an HTTP service: one binary with a job queue, \
     workers, a dashboard, a command line and a REST API.";
 
-/// The files that the guide sends, by the part of the address after `/guide/`. Pages are rendered on the first request.
-static FILES: LazyLock<BTreeMap<String, WebFile>> = LazyLock::new(|| {
-    let mut files = BTreeMap::new();
-    let mut add = |name: &str, plain: Bytes| files.insert(name.to_owned(), WebFile::new(name, plain));
-    add(STYLE_NAME, Bytes::from_static(STYLE.as_bytes()));
-    for (name, bytes) in SOURCES {
-        add(name, Bytes::from_static(bytes));
-    }
-    for (name, _) in SOURCES {
-        if let Some(page) = page_address(name)
-            && *name != SUMMARY
-        {
-            files.insert(page.to_owned(), WebFile::new("page.html", page_html(name).into()));
-        }
-    }
-    files
+/// What the guide sends beside its sources, by the part of the address after `/guide/`. Pages are rendered on the first request.
+static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
+    let style = WebFile::new(STYLE_NAME, Bytes::from_static(STYLE.as_bytes()));
+    let names = SOURCES.keys().filter(|name| **name != SUMMARY);
+    let pages = names.filter_map(|name| Some((page_address(name)?, WebFile::new("page.html", page_html(name).into()))));
+    pages.chain([(STYLE_NAME, style)]).collect()
 });
 static LLMS: LazyLock<WebFile> = LazyLock::new(|| WebFile::new("llms.txt", llms_txt().into()));
 
@@ -67,7 +59,7 @@ async fn get_file(Path(name): Path<String>, headers: HeaderMap) -> Response {
 }
 
 fn answer(name: &str, headers: &HeaderMap) -> Response {
-    match FILES.get(name) {
+    match FILES.get(name).or_else(|| SOURCES.get(name)) {
         Some(file) => file.answer(headers, "no-cache"),
         None => Problem::not_found("page of the guide", name).into_response(),
     }
@@ -80,8 +72,7 @@ fn page_address(file: &str) -> Option<&str> {
 }
 
 fn source(file: &str) -> Option<&'static str> {
-    let (_, bytes) = SOURCES.iter().find(|(name, _)| *name == file)?;
-    std::str::from_utf8(bytes).ok()
+    std::str::from_utf8(SOURCES.get(file)?.plain()).ok()
 }
 
 /// A heading of `SUMMARY.md`, and the title and file of each page below it.
@@ -239,7 +230,7 @@ fn target(file: &str, link: &str) -> Result<String, String> {
         }
     }
     let path = parts.join("/");
-    match path.strip_prefix("docs/").filter(|name| SOURCES.iter().any(|(known, _)| known == name)) {
+    match path.strip_prefix("docs/").filter(|name| SOURCES.contains_key(name)) {
         Some(name) => Ok(format!("/guide/{}{anchor}", page_address(name).unwrap_or(name))),
         None => Err(path),
     }
@@ -271,7 +262,7 @@ mod tests {
 
     #[test]
     fn the_guide_takes_at_most_a_megabyte() {
-        let total: usize = SOURCES.iter().map(|(_, bytes)| bytes.len()).sum();
+        let total: usize = SOURCES.values().map(|file| file.plain().len()).sum();
         assert!(total <= 1_000_000, "{total} bytes");
     }
 
@@ -280,8 +271,8 @@ mod tests {
         let listed: Vec<&str> =
             sections().iter().flat_map(|section| section.pages.iter().map(|(_, file)| *file)).collect();
         assert!(listed.len() > 30, "{listed:?}");
-        for (name, bytes) in SOURCES.iter().filter(|(name, _)| name.ends_with(".md") && *name != SUMMARY) {
-            let has_moved = String::from_utf8_lossy(bytes).contains("This page has moved: ");
+        for (name, file) in SOURCES.iter().filter(|(name, _)| name.ends_with(".md") && **name != SUMMARY) {
+            let has_moved = String::from_utf8_lossy(file.plain()).contains("This page has moved: ");
             assert_eq!(
                 listed.iter().filter(|file| *file == name).count(),
                 usize::from(!has_moved),
@@ -295,7 +286,7 @@ mod tests {
 
     #[test]
     fn pages_have_ids_no_inline_style_and_addresses_of_the_guide() {
-        for (name, _) in SOURCES.iter().filter(|(name, _)| name.ends_with(".md")) {
+        for name in SOURCES.keys().filter(|name| name.ends_with(".md")) {
             let page = page_html(name);
             for forbidden in ["style=\"", "<style", "onclick", "href=\"../", ".md#"] {
                 assert!(!page.contains(forbidden), "{name} contains {forbidden}");

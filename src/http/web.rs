@@ -1,8 +1,8 @@
 //! The dashboard, from the files in `web/`.
 //!
 //! `/` is the page. Its files are under `/web/VERSION/`, where VERSION is a hash of all of them: browsers cache them permanently,
-//! and a new binary has new addresses. The files are sent unchanged. The page lists every module, so that a browser requests all
-//! of them at once.
+//! and a new binary has new addresses. The build compresses the files and changes nothing in
+//! them. The page lists every module, so that a browser requests all of them at once.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -30,13 +30,16 @@ pub(super) const DASHBOARD_POLICY: HeaderValue = HeaderValue::from_static(
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
 );
 
-/// A hash of all files of the dashboard, and the name and bytes of each file.
+/// A hash of all files of the dashboard, and the name and the gzip-compressed bytes of each file.
 static SENT: (&str, &[(&str, &[u8])]) = include!(concat!(env!("OUT_DIR"), "/web_files.rs"));
 static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
     let (version, files) = SENT;
     let file = |(name, bytes): &(&'static str, &'static [u8])| match *name {
-        PAGE => (PAGE, WebFile::new(PAGE, page(version, files, &String::from_utf8_lossy(bytes)).into())),
-        name => (name, WebFile::new(name, Bytes::from_static(bytes))),
+        PAGE => {
+            let text = WebFile::gzipped(PAGE, bytes);
+            (PAGE, WebFile::new(PAGE, page(version, files, &String::from_utf8_lossy(text.plain())).into()))
+        }
+        name => (name, WebFile::gzipped(name, bytes)),
     };
     files.iter().map(file).collect()
 });
@@ -76,8 +79,8 @@ impl WebFile {
     }
 
     /// A file of which only the gzip-compressed bytes are at hand.
-    pub(super) fn gzipped(name: &str, gzipped: Bytes) -> Self {
-        Self { gzipped: gzipped.clone().into(), ..Self::of_kind(name, &gzipped) }
+    pub(super) fn gzipped(name: &str, gzipped: &'static [u8]) -> Self {
+        Self { gzipped: Bytes::from_static(gzipped).into(), ..Self::of_kind(name, gzipped) }
     }
 
     fn of_kind(name: &str, bytes: &[u8]) -> Self {
