@@ -20,8 +20,9 @@ use super::AppState;
 use super::error::Problem;
 use super::web::{self, WebFile};
 
-/// Every file of `docs/` that is part of the guide: its path, its content as the build compressed it.
+/// The path and the gzip-compressed content of every file of `docs/` that is part of the guide.
 static GZIPPED: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/guide_files.rs"));
+/// The same files, by their paths.
 static SOURCES: LazyLock<BTreeMap<&str, WebFile>> =
     LazyLock::new(|| GZIPPED.iter().map(|(name, bytes)| (*name, WebFile::gzipped(name, bytes))).collect());
 const STYLE: &str = include_str!("guide.css");
@@ -31,7 +32,7 @@ const INDEX: &str = "README.md";
 const ONE_LINE: &str = "RLOO (REINFORCE Leave-One-Out) training of language models as an HTTP service: one binary with a job queue, \
     workers, a dashboard, a command line and a REST API.";
 
-/// What the guide sends beside its sources, by the part of the address after `/guide/`. Pages are rendered on the first request.
+/// The rendered pages and the stylesheet, by the part of the address after `/guide/`. The first request renders all pages.
 static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
     let style = WebFile::new(STYLE_NAME, Bytes::from_static(STYLE.as_bytes()));
     let names = SOURCES.keys().filter(|name| **name != SUMMARY);

@@ -1,8 +1,8 @@
 //! The dashboard, from the files in `web/`.
 //!
 //! `/` is the page. Its files are under `/web/VERSION/`, where VERSION is a hash of all of them: browsers cache them permanently,
-//! and a new binary has new addresses. The build compresses the files and changes nothing in
-//! them. The page lists every module, so that a browser requests all of them at once.
+//! and a new binary has new addresses. The build compresses the files and changes nothing in them. The page lists every module, so
+//! that a browser requests all of them at once.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};

@@ -13,6 +13,19 @@ async fn upload(server: &Server, body: &'static str) -> Answer {
 }
 
 #[tokio::test]
+async fn a_preview_shows_a_row_that_is_not_an_object_and_the_document_allows_that() {
+    let server = server().await;
+    let preview = server.post("/datasets/preview", "application/json", "[{\"prompt\": \"a\"}, [], \"b\"]").await;
+    assert_eq!(preview.status, 200, "{}", preview.text());
+    let preview = preview.json();
+    assert_eq!(preview["source_rows"], json!([{"prompt": "a"}, [], "b"]));
+    assert!(preview["errors"][0]["detail"].as_str().unwrap().contains("row 2"), "{preview}");
+    let document = server.get("/openapi.json").await.json();
+    let shown = &document["components"]["schemas"]["DatasetPreview"]["properties"]["source_rows"];
+    assert_eq!((&shown["type"], &shown["items"]), (&json!("array"), &json!({})), "{shown}");
+}
+
+#[tokio::test]
 async fn an_upload_answers_201_and_the_same_rows_again_200() {
     let server = server().await;
     let first = server.post("/datasets?name=sums", NDJSON, "{\"prompt\": \"a\", \"n\": 1}\r\n{\"prompt\":\"b\"}").await;
