@@ -29,11 +29,11 @@ struct Run {
 }
 
 /// Runs a job to its end on `cuda:0`, with these variables and these changes of its spec.
-async fn run(driver: &Path, variables: &[(&str, &str)], change: impl Fn(&mut Value)) -> Run {
+async fn run(driver: &Path, variables: &[(&str, &str)], steps: u64, change: impl Fn(&mut Value)) -> Run {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start_by(with_driver(&mut command(&dir.path().join("data"), "cuda:0"), driver, variables));
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
-    let mut spec = spec("tiny", 4);
+    let mut spec = spec("tiny", steps);
     spec["sampling"]["max_completion_length"] = json!(10);
     change(&mut spec);
     let job = server.submit(&spec).await;
@@ -44,9 +44,10 @@ async fn run(driver: &Path, variables: &[(&str, &str)], change: impl Fn(&mut Val
 #[tokio::test]
 async fn an_adapter_does_not_depend_on_when_a_gpu_works_or_whether_graphs_and_memory_can_be_had() {
     let Some(driver) = driver() else { return };
-    for dtype in ["f32", "bf16"] {
+    // The precisions at once, since each runs one job after another.
+    let runs = async |dtype: &str| {
         let change = |spec: &mut Value| spec["training"]["dtype"] = json!(dtype);
-        let late = run(&driver, &[], change).await;
+        let late = run(&driver, &[], 2, change).await;
         for (name, value) in [
             ("RLOOD_FAKE_CUDA_EAGER", "1"),
             ("RLOOD_CUDA_GRAPHS", "0"),
@@ -54,21 +55,22 @@ async fn an_adapter_does_not_depend_on_when_a_gpu_works_or_whether_graphs_and_me
             ("RLOOD_FAKE_CUDA_FAIL", "cuGraphInstantiateWithFlags:2:2"),
             ("RLOOD_FAKE_CUDA_FAIL", "cuMemAllocAsync:4:2"),
         ] {
-            let other = run(&driver, &[(name, value)], change).await;
+            let other = run(&driver, &[(name, value)], 2, change).await;
             assert!(other.adapter == late.adapter, "{dtype}: {name}={value}");
             assert_eq!(other.view["attempt"], 1, "{name}={value}");
         }
-    }
+    };
+    tokio::join!(runs("f32"), runs("bf16"));
 }
 
 #[tokio::test]
 async fn a_gpu_that_fails_ends_its_worker_and_the_next_one_goes_on_to_the_same_adapter() {
     let Some(driver) = driver() else { return };
     let change = |spec: &mut Value| spec["checkpoints"]["every_steps"] = json!(1);
-    let undisturbed = run(&driver, &[], change).await;
+    let undisturbed = run(&driver, &[], 4, change).await;
     // The failures occur in a process's second or third step, so that each process gets one checkpoint further.
     for failure in ["cuLaunchKernel:1900:719", "cuGraphLaunch:15:700", "cuEventSynchronize:50:700"] {
-        let disturbed = run(&driver, &[("RLOOD_FAKE_CUDA_FAIL", failure)], change).await;
+        let disturbed = run(&driver, &[("RLOOD_FAKE_CUDA_FAIL", failure)], 4, change).await;
         assert!(disturbed.view["attempt"].as_u64() > Some(1), "{failure}: {}", disturbed.view);
         assert!(disturbed.adapter == undisturbed.adapter, "{failure}");
     }
