@@ -130,7 +130,7 @@ queue-model() {
 section chaos "nothing" crates/rewards crates/worker tests/it/chaos tests/it/chaos.rs
 chaos() { RLOOD_TEST_CHAOS=500 cargo_test -p rlood --test it -- chaos::; }
 
-section slow-peers "nothing" crates/worker src/http src/listen src/listen.rs tests/it/load.rs tests/it/transfer.rs
+section slow-peers "nothing" crates/worker src/http crates/commands/src/listen crates/commands/src/listen.rs tests/it/load.rs tests/it/transfer.rs
 slow-peers() {
     RLOOD_LONG=1 cargo_test -p rlood-worker --lib -- transfer::
     RLOOD_LONG=1 cargo_test -p rlood --test it -- load:: transfer:: --nocapture | figures 'p99|endless uploads|a second'

@@ -8,14 +8,14 @@ use std::process::{Command, ExitCode};
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
-use futures::future::LocalBoxFuture;
+use futures::future::{BoxFuture, LocalBoxFuture};
 use rlood_worker::{certify, preflight, serving};
 
 use crate::commands::{
     adapter_sidecar, backup, bench, convert, env_check, env_serve, gc, keys, python_serve, reward_check, reward_serve,
     runtime,
 };
-use crate::config::{COMPUTE_THREADS, Cli, Command as Role, EnvCommand, LogFormat, RewardCommand};
+use crate::config::{COMPUTE_THREADS, Cli, Command as Role, EnvCommand, LogFormat, RewardCommand, ServeConfig};
 use crate::error_text::with_causes;
 use crate::{config, demo, engine, exporter, http, judge, reward_server, serve, worker};
 
@@ -82,10 +82,18 @@ pub fn run() -> ExitCode {
             EnvCommand::Serve(args) => serving_python(format, env_serve::run(args)),
             EnvCommand::Check(args) => checking(format, env_check::run(args)),
         },
-        Role::Bench(args) => {
-            computing(format, args.threads, || bench::run(&args).unwrap_or_else(|error| exit_failure(format, &error)))
-        }
+        Role::Bench(args) => computing(format, args.threads, || {
+            bench::run(&args, start_server).unwrap_or_else(|error| exit_failure(format, &error))
+        }),
     }
+}
+
+/// Starts the server that `rlood bench` asks.
+fn start_server(config: ServeConfig) -> BoxFuture<'static, Result<bench::serving::Server, String>> {
+    Box::pin(async move {
+        let server = serve::start(config).await.map_err(|error| with_causes(&error))?;
+        Ok(bench::serving::Server { addr: server.addr(), stop: Box::pin(server.stop()) })
+    })
 }
 
 /// Serves Python code. An error of the command line has the exit code of a usage error.

@@ -5,9 +5,9 @@
 //! | crate or module | contents |
 //! |---|---|
 //! | [`command_line`] | parses the command line, runs a role |
-//! | [`serve`] [`supervisor`] [`webhook_sender`] [`http`] [`demo`] [`commands`] [`reward_server`] | servers, subcommands; dependencies: `tests/it/layering.rs` |
-//! | [`downloads`] | downloads of models and datasets from a hub |
-//! | [`listen`] [`bundle`] [`config`] | the accept loop of a server; the bundled models; the command line |
+//! | [`serve`] [`supervisor`] [`webhook_sender`] [`http`] [`demo`] | the API server, the demo; dependencies: `tests/it/layering.rs` |
+//! | [`downloads`] [`bundle`] | downloads of models and datasets from a hub; the bundled models |
+//! | `rlood-commands`: [`commands`] [`reward_server`] [`listen`] [`config`] | the other subcommands; the accept loop of a server; the command line |
 //! | `rlood-cli` | the commands that talk to a server, over the public API alone |
 //! | `rlood-client` | a typed client of the public API; independent of the server |
 //! | `rlood-worker`: [`worker`] [`preflight`](rlood_worker::preflight) [`serving`](rlood_worker::serving) [`judge`] [`exporter`] [`reward_model`] | the processes that compute |
@@ -32,9 +32,8 @@
 //! every k steps a checkpoint → `Host::saved` → `http::worker` → [`files`] → `store::artifacts` → finish →
 //! `http::events` (SSE) and `http::artifacts` (download).
 
-pub mod config;
-
 pub use rlood_chat as chat;
+pub use rlood_commands::{commands, config, listen, reward_server};
 pub use rlood_data as data;
 pub use rlood_engine as engine;
 pub use rlood_hub as hub;
@@ -50,15 +49,11 @@ pub use rlood_types::{
 };
 pub use rlood_worker::{exporter, judge, reward_model, worker};
 
-pub mod listen;
-
 pub mod bundle;
 pub mod command_line;
-pub mod commands;
 pub mod demo;
 pub mod downloads;
 pub mod http;
-pub mod reward_server;
 pub mod serve;
 pub mod supervisor;
 pub mod webhook_sender;

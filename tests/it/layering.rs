@@ -3,13 +3,11 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Plain types, which every module may import.
-const WORDS: &[&str] = &["config"];
-
-/// Top-level names that are modules of other crates: plain types, which every module may import.
+/// Top-level names that are modules of other crates, which every module may import: plain types and settings.
 const OF_OTHER_CRATES: &[&str] = &[
     "callback",
     "chat",
+    "config",
     "data",
     "dataset",
     "digest",
@@ -48,17 +46,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("supervisor", &[]),
     // The bundled model and data.
     ("bundle", &[]),
-    // A router and a socket; usable by any server.
-    ("listen", &[]),
     // Child processes run preflights and generation.
     ("http", &["bundle", "downloads", "files", "listen", "store", "supervisor"]),
     // The caller provides the hub client.
     ("downloads", &["store"]),
-    ("reward_server", &["engine", "listen", "reward", "reward_model"]),
     // Uses the engine only to find out which kernels the machine can run.
     ("serve", &["webhook_sender", "downloads", "engine", "files", "http", "listen", "reward", "store", "supervisor"]),
-    // keys and backup work next to a running server, on the same tables.
-    ("commands", &["engine", "files", "reward", "store"]),
     // Lifecycle messages use the same signatures and HTTP client as rewards.
     ("webhook_sender", &["reward", "store"]),
     ("demo", &["bundle", "files", "reward", "serve"]),
@@ -76,8 +69,6 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("http/contract.rs", "reward"),
     // A callback of an environment is read by the rules for its answers.
     ("http/callbacks.rs", "reward"),
-    // The benchmark of served models starts a server and asks it.
-    ("commands/bench/serving.rs", "serve"),
     // The hub client is built like that of rewards.
     ("http/models/hub.rs", "reward"),
     // One of its tests calls the example service.
@@ -86,34 +77,18 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("http/rescore.rs", "reward"),
     // The secrets of webhooks have the same form as those of rewards.
     ("http/webhooks.rs", "reward"),
-    // The sidecar downloads adapters from a server elsewhere.
-    ("commands/adapter_sidecar.rs", "rlood_client"),
     // The database's own error tells whether the disk is full.
     ("http/error.rs", "sqlx"),
 ];
 
 /// Crates that only some modules may use.
 const CRATES: &[(&str, &[&str])] = &[
-    ("axum", &["commands", "demo", "http", "listen", "reward_server"]),
-    ("reqwest", &["commands", "config", "webhook_sender"]),
-    ("rlood_cli", &["command_line", "commands", "config"]),
+    ("axum", &["demo", "http"]),
+    ("reqwest", &["webhook_sender"]),
+    ("rlood_cli", &["command_line"]),
     ("rlood_client", &["demo"]),
     ("sqlx", &["serve"]),
-    (
-        "tokio",
-        &[
-            "command_line",
-            "commands",
-            "webhook_sender",
-            "demo",
-            "downloads",
-            "http",
-            "listen",
-            "reward_server",
-            "serve",
-            "supervisor",
-        ],
-    ),
+    ("tokio", &["command_line", "webhook_sender", "demo", "downloads", "http", "serve", "supervisor"]),
 ];
 
 #[test]
@@ -122,7 +97,7 @@ fn nothing_imports_upward() {
     for (file, module, code) in sources() {
         for target in crate_paths(&code) {
             let own = target == module;
-            let word = WORDS.contains(&target.as_str()) || OF_OTHER_CRATES.contains(&target.as_str());
+            let word = OF_OTHER_CRATES.contains(&target.as_str());
             let allowed = ALLOWED.iter().any(|(from, to)| *from == module && to.contains(&target.as_str()));
             let exception = EXCEPTIONS.contains(&(file.as_str(), target.as_str()));
             if !(own || word || allowed || exception) {
@@ -141,7 +116,7 @@ fn nothing_imports_upward() {
 
 #[test]
 fn every_module_has_its_place_in_the_table() {
-    let known: BTreeSet<&str> = WORDS.iter().copied().chain(ALLOWED.iter().map(|(module, _)| *module)).collect();
+    let known: BTreeSet<&str> = ALLOWED.iter().map(|(module, _)| *module).collect();
     let found: BTreeSet<String> = sources().into_iter().map(|(_, module, _)| module).collect();
     let found: BTreeSet<&str> = found.iter().map(String::as_str).collect();
     assert_eq!(known, found);

@@ -39,7 +39,7 @@ pub use python::{PythonRewards, PythonRewardsArgs};
 pub use retention::{Retention, RetentionArgs};
 pub use reward::{RewardArgs, RewardCheckArgs, RewardCommand, RewardFormat, RewardServeArgs, RewardServerArgs};
 pub use runtime::{RuntimeArgs, RuntimeCommand, RuntimeExtra, RuntimeInstallArgs};
-pub(crate) use serve::random_token;
+pub use serve::random_token;
 pub use serve::{ServeArgs, ServeConfig, no_key_for, resolve_listen};
 pub use serving::{Serve, ServeModelsArgs};
 

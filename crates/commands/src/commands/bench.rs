@@ -39,6 +39,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use self::report::Report;
+use self::serving::StartServer;
 use self::shape::{Shape, Weights};
 use crate::config::{BenchArgs, BenchPart, Device, Precision, machine_threads};
 use crate::engine::error::EngineError;
@@ -88,13 +89,13 @@ fn io(doing: impl Into<String>) -> impl FnOnce(std::io::Error) -> BenchError {
     move |source| BenchError::Io { doing, source }
 }
 
-/// `rlood bench`: measures, prints a table, and writes JSON if requested.
+/// `rlood bench`: measures, prints a table, and writes JSON if requested. `start` starts the server of the serving part.
 ///
 /// # Errors
 /// Fails when the shape or the model cannot be used, the engine fails, or a file cannot be written.
-pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
+pub fn run(args: &BenchArgs, start: StartServer) -> Result<ExitCode, BenchError> {
     if args.child {
-        return measure_part(args);
+        return measure_part(args, start);
     }
     let temporary = tempfile::tempdir().map_err(io("create a temporary directory for the benchmark"))?;
     let model_dir = match (&args.model, &args.save_model) {
@@ -242,17 +243,17 @@ fn threads(args: &BenchArgs) -> u32 {
 }
 
 /// Measures one part and prints its figures; runs in a process of its own.
-fn measure_part(args: &BenchArgs) -> Result<ExitCode, BenchError> {
+fn measure_part(args: &BenchArgs, start: StartServer) -> Result<ExitCode, BenchError> {
     let figures = std::thread::scope(|scope| {
         let worker = std::thread::Builder::new().name("engine".to_owned()).stack_size(ENGINE_STACK_BYTES);
-        let worker = worker.spawn_scoped(scope, || figures_of_part(args)).map_err(io("start a thread"))?;
+        let worker = worker.spawn_scoped(scope, || figures_of_part(args, start)).map_err(io("start a thread"))?;
         worker.join().map_err(|_| BenchError::Part { part: "thread", detail: "it panicked".to_owned() })?
     })?;
     println!("{figures}");
     Ok(ExitCode::SUCCESS)
 }
 
-fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
+fn figures_of_part(args: &BenchArgs, start: StartServer) -> Result<String, BenchError> {
     let part = args.only.unwrap_or(BenchPart::Limits);
     if part == BenchPart::Limits {
         return json(&limits::measure(args.device, threads(args) as usize, args.brief.then_some(args.dtype))?);
@@ -269,7 +270,7 @@ fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
         BenchPart::Training => json(&training::measure(&setting)?),
         BenchPart::Step => json(&step::measure(&setting)?),
         BenchPart::Requests => json(&requests::measure(&setting)?),
-        BenchPart::Serving => json(&serving::measure(&setting)?),
+        BenchPart::Serving => json(&serving::measure(&setting, start)?),
         BenchPart::Mismatch => json(&mismatch::measure(&setting)?),
     }
 }

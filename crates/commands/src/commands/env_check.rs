@@ -6,6 +6,7 @@ mod later;
 mod rejections;
 mod turns;
 
+use futures::future::LocalBoxFuture;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -37,8 +38,8 @@ const PLAIN: &str = "I do not know.";
 ///
 /// # Errors
 /// Fails when a flag is invalid.
-pub(crate) async fn run(args: EnvCheckArgs) -> Result<ExitCode, CheckError> {
-    examine(&args, !args.json).await?.finish(args.json, args.strict)
+pub fn run(args: EnvCheckArgs) -> LocalBoxFuture<'static, Result<ExitCode, CheckError>> {
+    Box::pin(async move { examine(&args, !args.json).await?.finish(args.json, args.strict) })
 }
 
 /// Runs all checks against a server. Findings are printed as they occur if `show` is set.

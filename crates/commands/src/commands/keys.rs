@@ -1,5 +1,6 @@
 //! `rlood keys`: creates, lists and revokes API keys, over a server's API or directly in its data directory.
 
+use futures::future::LocalBoxFuture;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -39,31 +40,35 @@ pub enum KeysError {
 ///
 /// # Errors
 /// Fails when the data directory or the database does not exist or cannot be used, or the key does not exist.
-pub(crate) async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
-    let data_dir = match args.place()? {
-        KeysPlace::DataDir(dir) => dir,
-        KeysPlace::Api => return Ok(rlood_cli::keys::run(&args.common, &over_api(args.action)).await),
-    };
-    let KeysArgs { action, data_dir: _, common } = args;
-    let json = common.json;
-    // Without a database only `rlood keys create` is allowed: for the other commands a misspelled directory would look like one
-    // without keys.
-    if !matches!(action, KeysAction::Create(_)) && !data_dir.join("rlood.db").is_file() {
-        return Err(KeysError::NoDatabase(data_dir));
-    }
-    // If a running server holds the lock of the data directory, the database is opened beside it. Otherwise this command holds
-    // the lock to the end, so that no server starts in between. Only `create` may create a database or upgrade its schema,
-    // because that cannot be undone.
-    let (store, _lock) = match DataDir::open(&data_dir) {
-        Ok(files) if matches!(action, KeysAction::Create(_)) => (Store::open(&files.database()).await?, Some(files)),
-        Ok(files) => (Store::open_beside(&files.database()).await?, Some(files)),
-        Err(FilesError::Locked { root, .. }) => (Store::open_beside(&root.join("rlood.db")).await?, None),
-        Err(error) => return Err(error.into()),
-    };
-    let done = act(&store, action, json).await;
-    store.close().await;
-    done?;
-    Ok(ExitCode::SUCCESS)
+pub fn run(args: KeysArgs) -> LocalBoxFuture<'static, Result<ExitCode, KeysError>> {
+    Box::pin(async move {
+        let data_dir = match args.place()? {
+            KeysPlace::DataDir(dir) => dir,
+            KeysPlace::Api => return Ok(rlood_cli::keys::run(&args.common, &over_api(args.action)).await),
+        };
+        let KeysArgs { action, data_dir: _, common } = args;
+        let json = common.json;
+        // Without a database only `rlood keys create` is allowed: for the other commands a misspelled directory would look like one
+        // without keys.
+        if !matches!(action, KeysAction::Create(_)) && !data_dir.join("rlood.db").is_file() {
+            return Err(KeysError::NoDatabase(data_dir));
+        }
+        // If a running server holds the lock of the data directory, the database is opened beside it. Otherwise this command holds
+        // the lock to the end, so that no server starts in between. Only `create` may create a database or upgrade its schema,
+        // because that cannot be undone.
+        let (store, _lock) = match DataDir::open(&data_dir) {
+            Ok(files) if matches!(action, KeysAction::Create(_)) => {
+                (Store::open(&files.database()).await?, Some(files))
+            }
+            Ok(files) => (Store::open_beside(&files.database()).await?, Some(files)),
+            Err(FilesError::Locked { root, .. }) => (Store::open_beside(&root.join("rlood.db")).await?, None),
+            Err(error) => return Err(error.into()),
+        };
+        let done = act(&store, action, json).await;
+        store.close().await;
+        done?;
+        Ok(ExitCode::SUCCESS)
+    })
 }
 
 fn over_api(action: KeysAction) -> rlood_cli::keys::Action {

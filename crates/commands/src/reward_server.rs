@@ -6,6 +6,7 @@
 mod answer;
 mod edge;
 
+use futures::future::LocalBoxFuture;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -59,77 +60,79 @@ pub enum RewardServerError {
 ///
 /// # Errors
 /// Fails when the model or the address cannot be used.
-pub(crate) async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> {
-    let RewardServerArgs {
-        model,
-        listen,
-        secret,
-        allowed_hosts,
-        max_connections,
-        device,
-        label,
-        format,
-        max_length,
-        dtype,
-        threads: _,
-    } = args;
-    let sockets = config::Edge::of_reward_server(allowed_hosts.as_deref().unwrap_or_default(), max_connections)
-        .map_err(|error| RewardServerError::Setting(error.to_string()))?;
-    let key = secret.as_deref().map(Key::parse).transpose();
-    let key = key.map_err(|error| RewardServerError::Setting(format!("--secret: {error}")))?;
-    let options = ScorerOptions {
-        dir: model,
-        backend: BackendKind::of_device(&device.to_string())
-            .map_err(|error| RewardServerError::Setting(error.to_string()))?,
-        dtype: match dtype {
-            Precision::Bf16 => ComputeDtype::Bf16,
-            Precision::F32 => ComputeDtype::F32,
-        },
-        label,
-        format: match format {
-            RewardFormat::Auto => RewardTextFormat::Auto,
-            RewardFormat::Chat => RewardTextFormat::Chat,
-            RewardFormat::Text => RewardTextFormat::Text,
-            RewardFormat::Pair => RewardTextFormat::Pair,
-        },
-        max_length,
-        chat_template_kwargs: serde_json::Map::new(),
-    };
-    let scorer = tokio::task::spawn_blocking(move || Scorer::load(&options))
-        .await
-        .map_err(|error| RewardServerError::Setting(format!("the reward model cannot be loaded: {error}")))?
-        .map_err(|error| RewardServerError::Setting(with_causes(&error)))?;
-    let system = |doing: &str| {
-        let doing = doing.to_owned();
-        move |source| RewardServerError::System { doing, source }
-    };
-    let listener = tokio::net::TcpListener::bind(&listen).await.map_err(system(&format!("listen on {listen}")))?;
-    let address = listener.local_addr().map_err(system("read the address that the reward server listens on"))?;
-    if key.is_none() && !address.ip().is_loopback() {
-        tracing::warn!("without --secret every client that reaches {address} may use the reward model");
-    }
-    let card = scorer.card();
-    tracing::info!(model_type = card.model_type, label = scorer.label(), max_tokens = card.max_tokens, "loaded");
-    println!("listening on http://{address}");
-    let mut signals = Signals::new().map_err(system("listen for the signals SIGTERM and SIGINT"))?;
-    let edge = Edge::new(address.ip(), sockets.allowed_hosts.clone(), key);
-    let stop = Stop { begin: CancellationToken::new(), cut: CancellationToken::new() };
-    let (begin, cut) = (stop.begin.clone(), stop.cut.clone());
-    let mut serving = tokio::spawn(listen::serve(listener, router(scorer, edge), sockets, Arc::default(), stop));
-    signals.next().await;
-    begin.cancel();
-    let drained = tokio::select! {
-        ended = &mut serving => ended,
-        () = signals.next() => return Ok(ExitCode::FAILURE),
-        () = tokio::time::sleep(DRAIN_TIMEOUT) => {
-            cut.cancel();
-            serving.await
+pub fn run(args: RewardServerArgs) -> LocalBoxFuture<'static, Result<ExitCode, RewardServerError>> {
+    Box::pin(async move {
+        let RewardServerArgs {
+            model,
+            listen,
+            secret,
+            allowed_hosts,
+            max_connections,
+            device,
+            label,
+            format,
+            max_length,
+            dtype,
+            threads: _,
+        } = args;
+        let sockets = config::Edge::of_reward_server(allowed_hosts.as_deref().unwrap_or_default(), max_connections)
+            .map_err(|error| RewardServerError::Setting(error.to_string()))?;
+        let key = secret.as_deref().map(Key::parse).transpose();
+        let key = key.map_err(|error| RewardServerError::Setting(format!("--secret: {error}")))?;
+        let options = ScorerOptions {
+            dir: model,
+            backend: BackendKind::of_device(&device.to_string())
+                .map_err(|error| RewardServerError::Setting(error.to_string()))?,
+            dtype: match dtype {
+                Precision::Bf16 => ComputeDtype::Bf16,
+                Precision::F32 => ComputeDtype::F32,
+            },
+            label,
+            format: match format {
+                RewardFormat::Auto => RewardTextFormat::Auto,
+                RewardFormat::Chat => RewardTextFormat::Chat,
+                RewardFormat::Text => RewardTextFormat::Text,
+                RewardFormat::Pair => RewardTextFormat::Pair,
+            },
+            max_length,
+            chat_template_kwargs: serde_json::Map::new(),
+        };
+        let scorer = tokio::task::spawn_blocking(move || Scorer::load(&options))
+            .await
+            .map_err(|error| RewardServerError::Setting(format!("the reward model cannot be loaded: {error}")))?
+            .map_err(|error| RewardServerError::Setting(with_causes(&error)))?;
+        let system = |doing: &str| {
+            let doing = doing.to_owned();
+            move |source| RewardServerError::System { doing, source }
+        };
+        let listener = tokio::net::TcpListener::bind(&listen).await.map_err(system(&format!("listen on {listen}")))?;
+        let address = listener.local_addr().map_err(system("read the address that the reward server listens on"))?;
+        if key.is_none() && !address.ip().is_loopback() {
+            tracing::warn!("without --secret every client that reaches {address} may use the reward model");
         }
-    };
-    if let Err(error) = drained {
-        tracing::error!(%error, "the reward server's listener ended with an error");
-    }
-    Ok(ExitCode::SUCCESS)
+        let card = scorer.card();
+        tracing::info!(model_type = card.model_type, label = scorer.label(), max_tokens = card.max_tokens, "loaded");
+        println!("listening on http://{address}");
+        let mut signals = Signals::new().map_err(system("listen for the signals SIGTERM and SIGINT"))?;
+        let edge = Edge::new(address.ip(), sockets.allowed_hosts.clone(), key);
+        let stop = Stop { begin: CancellationToken::new(), cut: CancellationToken::new() };
+        let (begin, cut) = (stop.begin.clone(), stop.cut.clone());
+        let mut serving = tokio::spawn(listen::serve(listener, router(scorer, edge), sockets, Arc::default(), stop));
+        signals.next().await;
+        begin.cancel();
+        let drained = tokio::select! {
+            ended = &mut serving => ended,
+            () = signals.next() => return Ok(ExitCode::FAILURE),
+            () = tokio::time::sleep(DRAIN_TIMEOUT) => {
+                cut.cancel();
+                serving.await
+            }
+        };
+        if let Err(error) = drained {
+            tracing::error!(%error, "the reward server's listener ended with an error");
+        }
+        Ok(ExitCode::SUCCESS)
+    })
 }
 
 /// Signals that stop the server: the first one shuts down cleanly, the second one exits immediately.

@@ -7,6 +7,7 @@ mod load;
 mod ping;
 mod reject_tests;
 
+use futures::future::LocalBoxFuture;
 use std::process::ExitCode;
 
 use serde_json::{Map, Value, json};
@@ -28,8 +29,8 @@ use crate::spec::read_single_reward;
 ///
 /// # Errors
 /// Fails when a flag is invalid.
-pub(crate) async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
-    examine(&args, !args.json).await?.finish(args.json, args.strict)
+pub fn run(args: RewardCheckArgs) -> LocalBoxFuture<'static, Result<ExitCode, CheckError>> {
+    Box::pin(async move { examine(&args, !args.json).await?.finish(args.json, args.strict) })
 }
 
 /// Runs all checks against a service. Findings are printed as they occur if `show` is set.

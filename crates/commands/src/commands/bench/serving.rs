@@ -1,8 +1,10 @@
 //! Generation over `/v1`: clients that ask at once, beside the same generation without HTTP.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
+use futures::future::BoxFuture;
 use reqwest::Client;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -10,12 +12,22 @@ use serde_json::{Value, json};
 use super::decode::Generation;
 use super::{BenchError, Setting, io};
 use crate::config::ServeConfig;
-use crate::serve;
 
 /// Number of clients that ask at once.
 const CLIENTS: usize = 16;
 /// Number of tokens of each answer.
 const TOKENS: usize = 128;
+
+/// A server that runs in this process.
+pub struct Server {
+    /// Its address.
+    pub addr: SocketAddr,
+    /// Shuts it down.
+    pub stop: BoxFuture<'static, ()>,
+}
+
+/// Starts an API server in this process; the error says why it did not start. The caller has it: this crate is below the server.
+pub type StartServer = fn(ServeConfig) -> BoxFuture<'static, Result<Server, String>>;
 
 /// Results of the serving part.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -44,13 +56,13 @@ pub struct ServingFigures {
 ///
 /// # Errors
 /// Fails when the engine, the server or a request fails.
-pub fn measure(setting: &Setting<'_>) -> Result<ServingFigures, BenchError> {
+pub fn measure(setting: &Setting<'_>, start: StartServer) -> Result<ServingFigures, BenchError> {
     let bench = Generation::load(setting)?;
     let times = setting.args.steps.max(3) as usize;
     let alone = bench.batch((CLIENTS, 1), TOKENS, times, |_| Ok(()))?;
     drop(bench);
     let runtime = tokio::runtime::Runtime::new().map_err(io("start the threads of the server"))?;
-    let load = runtime.block_on(asked(setting, times))?;
+    let load = runtime.block_on(asked(setting, start, times))?;
     Ok(ServingFigures {
         clients: CLIENTS,
         tokens: TOKENS,
@@ -75,15 +87,15 @@ fn failed(error: impl std::fmt::Display) -> BenchError {
 }
 
 /// Starts a server on a free port, and measures how fast it answers.
-async fn asked(setting: &Setting<'_>, times: usize) -> Result<Load, BenchError> {
+async fn asked(setting: &Setting<'_>, start: StartServer, times: usize) -> Result<Load, BenchError> {
     let data = tempfile::tempdir().map_err(io("create a directory for the server"))?;
     let mut config = ServeConfig::loopback(data.path()).map_err(failed)?;
     config.devices = Vec::new();
     config.threads = u32::try_from(setting.threads()).unwrap_or(u32::MAX);
     config.serving.devices = vec![setting.args.device];
     config.serving.dtype = setting.dtype();
-    let server = serve::start(config).await.map_err(failed)?;
-    let url = format!("http://{}", server.addr());
+    let server = start(config).await.map_err(failed)?;
+    let url = format!("http://{}", server.addr);
     let http = Client::builder().no_proxy().build().map_err(failed)?;
     let model = json!({"id": "bench", "source": setting.model_dir});
     let registered = http.post(format!("{url}/models")).json(&model).send().await.map_err(failed)?;
@@ -107,7 +119,7 @@ async fn asked(setting: &Setting<'_>, times: usize) -> Result<Load, BenchError> 
         firsts.extend(first);
     }
     firsts.sort_by(f64::total_cmp);
-    server.stop().await;
+    server.stop.await;
     let tokens = (CLIENTS * TOKENS) as f64;
     let place = (firsts.len() * 95).div_ceil(100).saturating_sub(1);
     Ok(Load {

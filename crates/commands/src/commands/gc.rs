@@ -1,5 +1,6 @@
 //! `rlood gc`: removes unneeded data from a data directory, with or without a running server, and from the workers' cache.
 
+use futures::future::LocalBoxFuture;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -76,21 +77,23 @@ impl Sums {
 ///
 /// # Errors
 /// Fails when a directory or the database cannot be used. Items that were already removed stay removed.
-pub(crate) async fn run(args: GcArgs) -> Result<ExitCode, GcError> {
-    let is_dry = args.dry_run;
-    let mut sums = Sums::default();
-    if !args.cache_only {
-        clean_data_dir(&args, &mut sums).await?;
-    }
-    let cache_dir = args.cache_dir.clone().unwrap_or_else(|| default_cache_dir(None));
-    // A machine on which no worker ran has no model cache.
-    if cache_dir.join("models").is_dir() {
-        let retain = Duration::from_secs(u64::try_from(args.retain_cache.seconds).unwrap_or(0));
-        clean_cache(&cache_dir, retain, is_dry, &mut sums)
-            .map_err(|source| GcError::Cache { dir: cache_dir.clone(), source })?;
-    }
-    sums.print(is_dry);
-    Ok(ExitCode::SUCCESS)
+pub fn run(args: GcArgs) -> LocalBoxFuture<'static, Result<ExitCode, GcError>> {
+    Box::pin(async move {
+        let is_dry = args.dry_run;
+        let mut sums = Sums::default();
+        if !args.cache_only {
+            clean_data_dir(&args, &mut sums).await?;
+        }
+        let cache_dir = args.cache_dir.clone().unwrap_or_else(|| default_cache_dir(None));
+        // A machine on which no worker ran has no model cache.
+        if cache_dir.join("models").is_dir() {
+            let retain = Duration::from_secs(u64::try_from(args.retain_cache.seconds).unwrap_or(0));
+            clean_cache(&cache_dir, retain, is_dry, &mut sums)
+                .map_err(|source| GcError::Cache { dir: cache_dir.clone(), source })?;
+        }
+        sums.print(is_dry);
+        Ok(ExitCode::SUCCESS)
+    })
 }
 
 async fn clean_data_dir(args: &GcArgs, sums: &mut Sums) -> Result<(), GcError> {

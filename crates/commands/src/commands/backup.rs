@@ -8,6 +8,7 @@
 
 mod restore;
 
+use futures::future::LocalBoxFuture;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -21,7 +22,7 @@ use crate::files::pinned::PinnedFiles;
 use crate::files::{DataDir, FilesError, hash_file};
 use crate::store::{CheckpointRow, DatasetFilter, Store, StoreError};
 
-pub(crate) use restore::restore;
+pub use restore::restore;
 
 const MANIFEST: &str = "manifest.json";
 const DATABASE: &str = "rlood.db";
@@ -130,43 +131,45 @@ struct Entry {
 ///
 /// # Errors
 /// Fails when a file cannot be read or written, or the target is not empty. No part of a backup is left in the target then.
-pub(crate) async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
-    let BackupArgs { to, data_dir } = args;
-    if !data_dir.join(DATABASE).is_file() {
-        return Err(BackupError::NoDatabase(data_dir));
-    }
-    if !is_vacant(&to)? {
-        return Err(not_empty(to));
-    }
-    if lies_inside(&to, &data_dir)? {
-        return Err(BackupError::InsideData(to));
-    }
-    let files = match DataDir::open(&data_dir) {
-        Ok(files) => files,
-        Err(FilesError::Locked { root, .. }) => DataDir::beside(&root)?,
-        Err(error) => return Err(error.into()),
-    };
-    let source = Store::open_as_is(&files.database()).await?;
-    let is_new = !to.exists();
-    let made = write_backup(&source, &files, &to).await;
-    source.close().await;
-    let manifest = match made {
-        Ok(manifest) => manifest,
-        Err(error) => {
-            // An error of this cleanup is ignored, because the error of the backup itself is more useful.
-            let _ = clear(&to);
-            if is_new {
-                let _ = std::fs::remove_dir(&to);
-            }
-            return Err(error);
+pub fn backup(args: BackupArgs) -> LocalBoxFuture<'static, Result<ExitCode, BackupError>> {
+    Box::pin(async move {
+        let BackupArgs { to, data_dir } = args;
+        if !data_dir.join(DATABASE).is_file() {
+            return Err(BackupError::NoDatabase(data_dir));
         }
-    };
-    let bytes: u64 = manifest.files.values().map(|entry| entry.size_bytes).sum();
-    for (path, why) in &manifest.left_out {
-        eprintln!("rlood: left out {path}: {why}");
-    }
-    println!("{} files, {bytes} bytes in {}", manifest.files.len(), to.display());
-    Ok(ExitCode::SUCCESS)
+        if !is_vacant(&to)? {
+            return Err(not_empty(to));
+        }
+        if lies_inside(&to, &data_dir)? {
+            return Err(BackupError::InsideData(to));
+        }
+        let files = match DataDir::open(&data_dir) {
+            Ok(files) => files,
+            Err(FilesError::Locked { root, .. }) => DataDir::beside(&root)?,
+            Err(error) => return Err(error.into()),
+        };
+        let source = Store::open_as_is(&files.database()).await?;
+        let is_new = !to.exists();
+        let made = write_backup(&source, &files, &to).await;
+        source.close().await;
+        let manifest = match made {
+            Ok(manifest) => manifest,
+            Err(error) => {
+                // An error of this cleanup is ignored, because the error of the backup itself is more useful.
+                let _ = clear(&to);
+                if is_new {
+                    let _ = std::fs::remove_dir(&to);
+                }
+                return Err(error);
+            }
+        };
+        let bytes: u64 = manifest.files.values().map(|entry| entry.size_bytes).sum();
+        for (path, why) in &manifest.left_out {
+            eprintln!("rlood: left out {path}: {why}");
+        }
+        println!("{} files, {bytes} bytes in {}", manifest.files.len(), to.display());
+        Ok(ExitCode::SUCCESS)
+    })
 }
 
 /// Whether a path, which need not exist, is in a directory or is that directory.

@@ -1,6 +1,7 @@
 //! `rlood reward serve rewards.py:accuracy,format`: serves Python functions as reward services of contract v1,
 //! until SIGTERM or Ctrl-C.
 
+use futures::future::LocalBoxFuture;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -14,21 +15,23 @@ use crate::reward::python::{PythonServer, Settings, Wanted, read_targets};
 ///
 /// # Errors
 /// Fails when a flag or a function is invalid, or the serving process exits by itself.
-pub(crate) async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
-    let secrets = read_secrets(args.secret.as_deref())?;
-    let targets = read_targets(&args.functions, Wanted::FUNCTIONS, &working_directory()?)?;
-    let settings = Settings {
-        python: args.python,
-        processes: args.processes,
-        batch_size: args.batch_size,
-        call_timeout: Duration::from_secs_f64(args.timeout),
-        reload: args.reload,
-        secrets,
-        allowed_hosts: args.allowed_hosts.unwrap_or_default(),
-        max_connections: args.max_connections,
-        ..Settings::new(targets)
-    };
-    serve(&args.listen, settings, "reward functions", stanza).await
+pub fn run(args: RewardServeArgs) -> LocalBoxFuture<'static, Result<ExitCode, ServeError>> {
+    Box::pin(async move {
+        let secrets = read_secrets(args.secret.as_deref())?;
+        let targets = read_targets(&args.functions, Wanted::FUNCTIONS, &working_directory()?)?;
+        let settings = Settings {
+            python: args.python,
+            processes: args.processes,
+            batch_size: args.batch_size,
+            call_timeout: Duration::from_secs_f64(args.timeout),
+            reload: args.reload,
+            secrets,
+            allowed_hosts: args.allowed_hosts.unwrap_or_default(),
+            max_connections: args.max_connections,
+            ..Settings::new(targets)
+        };
+        serve(&args.listen, settings, "reward functions", stanza).await
+    })
 }
 
 /// Returns the served functions as rewards to paste into a job.

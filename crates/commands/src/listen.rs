@@ -12,6 +12,7 @@ pub mod host;
 mod stall;
 pub mod unfinished;
 
+use futures::future::BoxFuture;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -62,49 +63,56 @@ pub struct Stop {
 
 /// Serves until `stop`, then ends streams, lets requests in flight complete, and returns. Every request carries its [`Connection`]
 /// and the peer's address as extensions.
-pub(crate) async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Arc<Connections>, stop: Stop) {
-    let router = router.layer(middleware::from_fn_with_state(stop.begin.clone(), end_streams));
-    let builder = builder(&edge);
-    let registry = Registry::new(most_connections(edge.max_connections), counts);
-    let graceful = GracefulShutdown::new();
-    // The tasks of all connections. Dropping the set aborts them when the shutdown takes too long.
-    let mut connections = JoinSet::new();
-    loop {
-        let (stream, peer) = tokio::select! {
-            () = stop.begin.cancelled() => break,
-            Some(_) = connections.join_next() => continue,
-            accepted = listener.accept() => match accepted {
-                Ok(accepted) => accepted,
-                Err(error) => {
-                    // Accepting usually fails for lack of file descriptors, so a connection is closed to free one.
-                    tracing::warn!(%error, "the server could not accept a connection");
-                    registry.make_room();
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                    continue;
-                }
-            },
-        };
-        let Some(place) = registry.admit() else {
-            tracing::debug!(%peer, "too many connections are busy: the server closes a new one");
-            continue;
-        };
-        tune(&stream);
-        let activity = place.connection.activity();
-        let (router, connection) = (router.clone(), place.connection.clone());
-        let service = service_fn(move |request: hyper::Request<Incoming>| {
-            // Counts the request as in flight until its response body was sent or the client disconnected.
-            let at_work = Activity::begin(&connection.activity());
-            let mut request = request.map(Body::new);
-            request.extensions_mut().insert(ConnectInfo::<SocketAddr>(peer));
-            request.extensions_mut().insert(connection.clone());
-            let answered = router.clone().oneshot(request);
-            async move { answered.await.map(|response| response.map(|body| Body::new(Tracked::new(body, at_work)))) }
-        });
-        let io = TokioIo::new(Stalling::new(stream, edge.write_timeout));
-        let connection = builder.serve_connection_with_upgrades(io, service).into_owned();
-        let connection = graceful.watch(connection);
-        let limits = (edge.header_timeout, edge.idle_timeout);
-        connections.spawn(async move {
+pub fn serve(
+    listener: TcpListener,
+    router: Router,
+    edge: Edge,
+    counts: Arc<Connections>,
+    stop: Stop,
+) -> BoxFuture<'static, ()> {
+    Box::pin(async move {
+        let router = router.layer(middleware::from_fn_with_state(stop.begin.clone(), end_streams));
+        let builder = builder(&edge);
+        let registry = Registry::new(most_connections(edge.max_connections), counts);
+        let graceful = GracefulShutdown::new();
+        // The tasks of all connections. Dropping the set aborts them when the shutdown takes too long.
+        let mut connections = JoinSet::new();
+        loop {
+            let (stream, peer) = tokio::select! {
+                () = stop.begin.cancelled() => break,
+                Some(_) = connections.join_next() => continue,
+                accepted = listener.accept() => match accepted {
+                    Ok(accepted) => accepted,
+                    Err(error) => {
+                        // Accepting usually fails for lack of file descriptors, so a connection is closed to free one.
+                        tracing::warn!(%error, "the server could not accept a connection");
+                        registry.make_room();
+                        tokio::time::sleep(Duration::from_millis(100)).await;
+                        continue;
+                    }
+                },
+            };
+            let Some(place) = registry.admit() else {
+                tracing::debug!(%peer, "too many connections are busy: the server closes a new one");
+                continue;
+            };
+            tune(&stream);
+            let activity = place.connection.activity();
+            let (router, connection) = (router.clone(), place.connection.clone());
+            let service = service_fn(move |request: hyper::Request<Incoming>| {
+                // Counts the request as in flight until its response body was sent or the client disconnected.
+                let at_work = Activity::begin(&connection.activity());
+                let mut request = request.map(Body::new);
+                request.extensions_mut().insert(ConnectInfo::<SocketAddr>(peer));
+                request.extensions_mut().insert(connection.clone());
+                let answered = router.clone().oneshot(request);
+                async move { answered.await.map(|response| response.map(|body| Body::new(Tracked::new(body, at_work)))) }
+            });
+            let io = TokioIo::new(Stalling::new(stream, edge.write_timeout));
+            let connection = builder.serve_connection_with_upgrades(io, service).into_owned();
+            let connection = graceful.watch(connection);
+            let limits = (edge.header_timeout, edge.idle_timeout);
+            connections.spawn(async move {
             let _place = place;
             tokio::select! {
                 biased;
@@ -114,17 +122,18 @@ pub(crate) async fn serve(listener: TcpListener, router: Router, edge: Edge, cou
                 () = activity.idle(limits.0, limits.1) => tracing::debug!(%peer, "the server closes an idle connection"),
             }
         });
-    }
-    drop(listener);
-    let mut drained = std::pin::pin!(graceful.shutdown());
-    if tokio::time::timeout(HEADS, &mut drained).await.is_err() {
-        registry.cut_idle();
-        tokio::select! {
-            () = &mut drained => {}
-            () = stop.cut.cancelled() => tracing::info!("the server stops and aborts connections that are still busy"),
         }
-    }
-    connections.shutdown().await;
+        drop(listener);
+        let mut drained = std::pin::pin!(graceful.shutdown());
+        if tokio::time::timeout(HEADS, &mut drained).await.is_err() {
+            registry.cut_idle();
+            tokio::select! {
+                () = &mut drained => {}
+                () = stop.cut.cancelled() => tracing::info!("the server stops and aborts connections that are still busy"),
+            }
+        }
+        connections.shutdown().await;
+    })
 }
 
 fn builder(edge: &Edge) -> Builder<TokioExecutor> {

@@ -1,5 +1,6 @@
 //! `rlood restore`: verifies every byte, assembles the data in a staging directory, and moves it into place in one step.
 
+use futures::future::LocalBoxFuture;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 
@@ -13,34 +14,36 @@ use crate::store::{Dropped, Store, StoreError};
 ///
 /// # Errors
 /// Fails when the backup is incomplete or damaged, or the target is in use or not empty. The target is unchanged then.
-pub(crate) async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
-    let RestoreArgs { from, data_dir, drop_keys } = args;
-    if !is_vacant(&data_dir)? {
-        return Err(if is_served(&data_dir) { BackupError::Live(data_dir) } else { not_empty(data_dir) });
-    }
-    let manifest = read_manifest(&from)?;
-    if lies_inside(&data_dir, &from)? {
-        return Err(BackupError::Inside(data_dir));
-    }
-    let target = std::path::absolute(&data_dir).map_err(io("find", &data_dir))?;
-    let stage = Stage::open(target)?;
-    let bytes = fill(&from, &manifest, &stage.root).await?;
-    let dropped = if drop_keys { Some(drop_credentials(&stage.root.join(DATABASE)).await?) } else { None };
-    stage.publish()?;
-    println!(
-        "restored {} files with {bytes} bytes from the backup of {} to {}",
-        manifest.files.len(),
-        manifest.created_at,
-        data_dir.display()
-    );
-    if let Some(Dropped { keys, sessions }) = dropped {
-        let data_dir = data_dir.display();
-        println!("removed {keys} API keys and {sessions} browser sessions from the restored data");
-        if keys > 0 {
-            println!("create a key: rlood keys create --name admin --scopes admin --data-dir {data_dir}");
+pub fn restore(args: RestoreArgs) -> LocalBoxFuture<'static, Result<ExitCode, BackupError>> {
+    Box::pin(async move {
+        let RestoreArgs { from, data_dir, drop_keys } = args;
+        if !is_vacant(&data_dir)? {
+            return Err(if is_served(&data_dir) { BackupError::Live(data_dir) } else { not_empty(data_dir) });
         }
-    }
-    Ok(ExitCode::SUCCESS)
+        let manifest = read_manifest(&from)?;
+        if lies_inside(&data_dir, &from)? {
+            return Err(BackupError::Inside(data_dir));
+        }
+        let target = std::path::absolute(&data_dir).map_err(io("find", &data_dir))?;
+        let stage = Stage::open(target)?;
+        let bytes = fill(&from, &manifest, &stage.root).await?;
+        let dropped = if drop_keys { Some(drop_credentials(&stage.root.join(DATABASE)).await?) } else { None };
+        stage.publish()?;
+        println!(
+            "restored {} files with {bytes} bytes from the backup of {} to {}",
+            manifest.files.len(),
+            manifest.created_at,
+            data_dir.display()
+        );
+        if let Some(Dropped { keys, sessions }) = dropped {
+            let data_dir = data_dir.display();
+            println!("removed {keys} API keys and {sessions} browser sessions from the restored data");
+            if keys > 0 {
+                println!("create a key: rlood keys create --name admin --scopes admin --data-dir {data_dir}");
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    })
 }
 
 async fn drop_credentials(database: &Path) -> Result<Dropped, BackupError> {

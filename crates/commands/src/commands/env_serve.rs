@@ -1,5 +1,6 @@
 //! `rlood env serve game.py:Wordle`: serves Python classes as environments of contract v1, until SIGTERM or Ctrl-C.
 
+use futures::future::LocalBoxFuture;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -13,22 +14,24 @@ use crate::reward::python::{PythonServer, Service, Settings, Wanted, read_target
 ///
 /// # Errors
 /// Fails when a flag or a class is invalid, or the serving process exits by itself.
-pub(crate) async fn run(args: EnvServeArgs) -> Result<ExitCode, ServeError> {
-    let secrets = read_secrets(args.secret.as_deref())?;
-    let directory = working_directory()?;
-    let targets = read_targets(&args.classes, Wanted::CLASSES, &directory)?;
-    let settings = Settings {
-        service: Service::Environments {
-            state: args.state.map(|state| directory.join(state)),
-            forget_after: Duration::from_secs_f64(args.forget_after),
-        },
-        python: args.python,
-        secrets,
-        allowed_hosts: args.allowed_hosts.unwrap_or_default(),
-        max_connections: args.max_connections,
-        ..Settings::new(targets)
-    };
-    serve(&args.listen, settings, "environments", stanza).await
+pub fn run(args: EnvServeArgs) -> LocalBoxFuture<'static, Result<ExitCode, ServeError>> {
+    Box::pin(async move {
+        let secrets = read_secrets(args.secret.as_deref())?;
+        let directory = working_directory()?;
+        let targets = read_targets(&args.classes, Wanted::CLASSES, &directory)?;
+        let settings = Settings {
+            service: Service::Environments {
+                state: args.state.map(|state| directory.join(state)),
+                forget_after: Duration::from_secs_f64(args.forget_after),
+            },
+            python: args.python,
+            secrets,
+            allowed_hosts: args.allowed_hosts.unwrap_or_default(),
+            max_connections: args.max_connections,
+            ..Settings::new(targets)
+        };
+        serve(&args.listen, settings, "environments", stanza).await
+    })
 }
 
 /// Returns the served classes as environments to paste into a job, which has one.

@@ -3,6 +3,7 @@
 //!
 //! vLLM's API key guards only `/v1`, and other routes load adapters or generate without a key: behind the proxy they are not reachable.
 
+use futures::future::LocalBoxFuture;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -72,28 +73,31 @@ struct Sidecar {
 ///
 /// # Errors
 /// Fails if the folder or the address cannot be used.
-pub(crate) async fn run(args: SidecarArgs) -> Result<ExitCode, SidecarError> {
-    let folder = |error| SidecarError::Folder(args.dir.clone(), error);
-    std::fs::create_dir_all(&args.dir).map_err(folder)?;
-    let dir = std::fs::canonicalize(&args.dir).map_err(folder)?;
-    let builder = Client::builder(&args.server);
-    let builder = args.api_key.iter().fold(builder, |builder, key| builder.api_key(key));
-    let sidecar = Sidecar {
-        server: builder.build().map_err(|error| SidecarError::Client(with_causes(&error)))?,
-        http: crate::reward::http_client::client_builder()
-            .build()
-            .map_err(|error| SidecarError::Client(with_causes(&error)))?,
-        vllm: args.vllm.trim_end_matches('/').to_owned(),
-        dir,
-        downloads: Mutex::default(),
-    };
-    let listener =
-        tokio::net::TcpListener::bind(args.listen).await.map_err(|error| SidecarError::Listen(args.listen, error))?;
-    let address = listener.local_addr().map_err(|error| SidecarError::Listen(args.listen, error))?;
-    println!("listening on http://{address}");
-    let app = Router::new().fallback(answer).layer(DefaultBodyLimit::max(MAX_BYTES)).with_state(Arc::new(sidecar));
-    axum::serve(listener, app).await.map_err(SidecarError::Stopped)?;
-    Ok(ExitCode::SUCCESS)
+pub fn run(args: SidecarArgs) -> LocalBoxFuture<'static, Result<ExitCode, SidecarError>> {
+    Box::pin(async move {
+        let folder = |error| SidecarError::Folder(args.dir.clone(), error);
+        std::fs::create_dir_all(&args.dir).map_err(folder)?;
+        let dir = std::fs::canonicalize(&args.dir).map_err(folder)?;
+        let builder = Client::builder(&args.server);
+        let builder = args.api_key.iter().fold(builder, |builder, key| builder.api_key(key));
+        let sidecar = Sidecar {
+            server: builder.build().map_err(|error| SidecarError::Client(with_causes(&error)))?,
+            http: crate::reward::http_client::client_builder()
+                .build()
+                .map_err(|error| SidecarError::Client(with_causes(&error)))?,
+            vllm: args.vllm.trim_end_matches('/').to_owned(),
+            dir,
+            downloads: Mutex::default(),
+        };
+        let listener = tokio::net::TcpListener::bind(args.listen)
+            .await
+            .map_err(|error| SidecarError::Listen(args.listen, error))?;
+        let address = listener.local_addr().map_err(|error| SidecarError::Listen(args.listen, error))?;
+        println!("listening on http://{address}");
+        let app = Router::new().fallback(answer).layer(DefaultBodyLimit::max(MAX_BYTES)).with_state(Arc::new(sidecar));
+        axum::serve(listener, app).await.map_err(SidecarError::Stopped)?;
+        Ok(ExitCode::SUCCESS)
+    })
 }
 
 async fn answer(

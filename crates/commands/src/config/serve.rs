@@ -425,7 +425,7 @@ fn parse_pace(factor: f64) -> Result<f64, ConfigError> {
 }
 
 /// Returns 256 random bits in hexadecimal.
-pub(crate) fn random_token() -> Result<String, ConfigError> {
+pub fn random_token() -> Result<String, ConfigError> {
     let mut bytes = [0_u8; 32];
     rustls::crypto::ring::default_provider().secure_random.fill(&mut bytes).map_err(|_| {
         ConfigError::new("the operating system provided no random bytes for the worker token; set RLOOD_WORKER_TOKEN")
