@@ -120,11 +120,7 @@ fn a_gpu_is_measured_with_its_own_limits_and_memory() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("figures.json");
     let file = file.to_str().unwrap();
-    let gpu = |more: &[&str]| {
-        let shape = ["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--prompts", "2", "--generations", "2"];
-        bench(&[&shape[..], &["--prompt-len", "8", "--completion", "16", "--steps", "1"], more].concat())
-    };
-    let output = gpu(&["--json", file]);
+    let output = bench(&["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--json", file]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let figures: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
     assert_eq!(figures["limits"]["emulated"], true);
@@ -139,14 +135,15 @@ fn a_gpu_is_measured_with_its_own_limits_and_memory() {
     // Beside other parts only what they are compared with.
     assert!(figures["limits"]["bf16"].is_object() && figures["limits"]["f32"].is_null(), "{figures:#}");
     for part in ["decode", "training"] {
-        let output = gpu(&["--only", part, "--profile", "--json", file]);
+        let shape = ["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--only", part, "--profile"];
+        let output = bench(&[&shape[..], &["--json", file]].concat());
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let figures: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
         let kernels = figures[part]["profile"]["kernels"].as_array().unwrap().clone();
         assert!((2..=25).contains(&kernels.len()), "{kernels:#?}");
         assert!(kernels.iter().all(|kernel| kernel["count"].as_u64() > Some(0)), "{kernels:#?}");
     }
-    let refused = gpu(&["--only", "kernels"]);
+    let refused = bench(&["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--only", "kernels"]);
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && said.contains("the CPU's kernels"), "{said}");
 }
