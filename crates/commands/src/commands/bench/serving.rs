@@ -20,9 +20,9 @@ const TOKENS: usize = 128;
 
 /// A server that runs in this process.
 pub struct Server {
-    /// Its address.
+    /// The address that it listens on.
     pub addr: SocketAddr,
-    /// Shuts it down.
+    /// Shuts the server down.
     pub stop: BoxFuture<'static, ()>,
 }
 
