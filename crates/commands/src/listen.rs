@@ -12,7 +12,6 @@ pub mod host;
 mod stall;
 pub mod unfinished;
 
-use futures::future::BoxFuture;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +22,7 @@ use axum::extract::{ConnectInfo, Request, State};
 use axum::middleware::{self, Next};
 use axum::response::Response;
 use futures::StreamExt;
+use futures::future::BoxFuture;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};

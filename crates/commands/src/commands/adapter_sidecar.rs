@@ -3,7 +3,6 @@
 //!
 //! vLLM's API key guards only `/v1`, and other routes load adapters or generate without a key: behind the proxy they are not reachable.
 
-use futures::future::LocalBoxFuture;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -15,6 +14,7 @@ use axum::body::{Body, Bytes};
 use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{HeaderMap, Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
+use futures::future::LocalBoxFuture;
 use rlood_client::Client;
 use serde_json::{Value, json};
 use tokio::sync::Mutex;

@@ -8,11 +8,11 @@
 
 mod restore;
 
-use futures::future::LocalBoxFuture;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use futures::future::LocalBoxFuture;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 

@@ -6,10 +6,10 @@ mod later;
 mod rejections;
 mod turns;
 
-use futures::future::LocalBoxFuture;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use futures::future::LocalBoxFuture;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use serde_json::{Map, Value, json};
 

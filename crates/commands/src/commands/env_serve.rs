@@ -1,9 +1,9 @@
 //! `rlood env serve game.py:Wordle`: serves Python classes as environments of contract v1, until SIGTERM or Ctrl-C.
 
-use futures::future::LocalBoxFuture;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use futures::future::LocalBoxFuture;
 use serde_json::json;
 
 use super::python_serve::{ServeError, read_secrets, serve, url, working_directory};

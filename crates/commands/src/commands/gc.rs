@@ -1,11 +1,11 @@
 //! `rlood gc`: removes unneeded data from a data directory, with or without a running server, and from the workers' cache.
 
-use futures::future::LocalBoxFuture;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
+use futures::future::LocalBoxFuture;
 use rlood_worker::args::default_cache_dir;
 use rlood_worker::model_cache::ModelCache;
 use rlood_worker::size::format_size;

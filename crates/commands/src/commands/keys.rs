@@ -1,9 +1,9 @@
 //! `rlood keys`: creates, lists and revokes API keys, over a server's API or directly in its data directory.
 
-use futures::future::LocalBoxFuture;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use futures::future::LocalBoxFuture;
 use jiff::Timestamp;
 use serde_json::{Value, json};
 

@@ -7,9 +7,9 @@ mod load;
 mod ping;
 mod reject_tests;
 
-use futures::future::LocalBoxFuture;
 use std::process::ExitCode;
 
+use futures::future::LocalBoxFuture;
 use serde_json::{Map, Value, json};
 
 use super::contract_check::wire::{Got, Signing, Wire};

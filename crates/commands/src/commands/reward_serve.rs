@@ -1,10 +1,10 @@
 //! `rlood reward serve rewards.py:accuracy,format`: serves Python functions as reward services of contract v1,
 //! until SIGTERM or Ctrl-C.
 
-use futures::future::LocalBoxFuture;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use futures::future::LocalBoxFuture;
 use serde_json::json;
 
 use super::python_serve::{ServeError, read_secrets, serve, url, working_directory};

@@ -1,6 +1,5 @@
 //! `rlood restore`: verifies every byte, assembles the data in a staging directory, and moves it into place in one step.
 
-use futures::future::LocalBoxFuture;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 
@@ -9,6 +8,7 @@ use crate::config::backup::RestoreArgs;
 use crate::files::FilesError;
 use crate::files::copy::{Reserved, copy_hashed, is_served, is_vacant, make_private_dir, move_into, sync_tree};
 use crate::store::{Dropped, Store, StoreError};
+use futures::future::LocalBoxFuture;
 
 /// Runs the subcommand `rlood restore`.
 ///
