@@ -139,8 +139,8 @@ pub trait Compute: Buffers {
     type Angles: Debug + Send + Sync;
     /// Softmax values of the forward pass that the backward pass of attention needs.
     type Softmax: Debug + Send + Sync;
-    /// Values of each row's softmax that the backward pass of the head needs.
-    type Normalizers: Debug + Send + Sync;
+    /// What the backward pass of the head needs of its scores.
+    type ScoredRows: Debug + Send + Sync;
     /// The weights of a Gated DeltaNet layer, besides its projections.
     type DeltaNet: Clone + Debug + Send + Sync;
     /// The states of sequences in a Gated DeltaNet layer.
@@ -324,16 +324,18 @@ pub trait Compute: Buffers {
     }
 
     /// Log-prob and entropy of one target per row under softmax(logits / temperature). Never holds
-    /// `[rows, vocab]` in memory.
+    /// `[rows, vocab]` in memory. `trained` says which rows may get a gradient, so that a backend can prepare for it; the
+    /// results do not depend on it.
     fn score(
         &self,
         x: &Self::Tensor,
         head: &Head<Self>,
         targets: &[u32],
         temperature: f64,
-    ) -> Result<(Vec<TokenScore>, Self::Normalizers)>;
+        trained: &[bool],
+    ) -> Result<(Vec<TokenScore>, Self::ScoredRows)>;
     /// Returns dL/dx from dL/dlogp (`g`) of [`Compute::score`]; if `at` is set, also adds dL/dhead.
-    fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::FlatBuffer) -> Result<Self::Tensor>;
+    fn score_vjp(&self, head: HeadBackward<'_, Self>, gradient: &mut Self::FlatBuffer) -> Result<Self::Tensor>;
     /// Computes the logits of all tokens of the vocabulary, `[rows, vocab]`.
     fn logits(&self, x: &Self::Tensor, head: &Head<Self>) -> Result<Self::Tensor>;
 }

@@ -13,7 +13,7 @@ use super::advantage::{
 };
 use super::error::{EngineError, Result};
 use super::host::{Rollout, RolloutCompletion, RolloutGroup};
-use super::loss::{Denominators, RowAdvantage};
+use super::loss::{Denominators, LossConfig, RowAdvantage};
 use super::rollout::{is_included, num_generations};
 use crate::environment::EpisodeTurn;
 use crate::event::FinishReason;
@@ -244,6 +244,13 @@ impl BlockValues {
             Some(tokens) => RowAdvantage::Tokens(tokens),
             None => RowAdvantage::Sequence(self.results.advantages[row]),
         }
+    }
+
+    /// Whether a completion is trained without a gradient, whatever its new log-probs are. False while its advantage is
+    /// unknown.
+    pub fn is_idle(&self, row: usize, loss: &LossConfig) -> bool {
+        let advantage = (row < self.results.advantages.len()).then(|| self.advantage(row));
+        loss.is_idle(self.included[row] && !self.dropped[row], advantage)
     }
 
     /// The KL estimate Σ (old − reference log-prob) of a completion; `None` without a reference or before

@@ -47,6 +47,14 @@ pub enum RowAdvantage<'a> {
 }
 
 impl RowAdvantage<'_> {
+    /// Whether the advantage of every token is 0.
+    fn is_zero(&self) -> bool {
+        match self {
+            RowAdvantage::Sequence(advantage) => *advantage == 0.0,
+            RowAdvantage::Tokens(advantages) => advantages.iter().all(|advantage| *advantage == 0.0),
+        }
+    }
+
     fn of_token(&self, token: usize) -> f64 {
         match self {
             RowAdvantage::Sequence(advantage) => *advantage,
@@ -86,6 +94,11 @@ impl LossConfig {
             epsilon_high: rloo.epsilon_high,
             kl: (rloo.kl_in == KlIn::Loss && rloo.needs_reference()).then_some(kl),
         }
+    }
+
+    /// Whether a completion has no gradient, whatever its new log-probs are; false while its advantage is unknown.
+    pub fn is_idle(&self, included: bool, advantage: Option<RowAdvantage<'_>>) -> bool {
+        !included || (self.kl.is_none() && advantage.is_some_and(|advantage| advantage.is_zero()))
     }
 }
 

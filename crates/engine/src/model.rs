@@ -35,11 +35,11 @@ use crate::spec::{ComputeDtype, FourBitPlan, TrainingPlan};
 pub use crate::trajectory::Trajectory;
 
 pub use decode::DecodeState;
-use decoder::Decoder;
+use decoder::{Decoder, TargetLoss};
 use full::Full;
 pub use kept::{Joined, Joining};
 use packing::Packing;
-use pass::{Applied, Pass, RowDropout};
+use pass::{Applied, Pass, TrainedRows};
 
 /// The scores of one trajectory; one entry per model token, in order.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -304,16 +304,15 @@ impl Policy {
         loss: &mut LossGradient<'_>,
         gradient: &mut Flat,
     ) -> Result<Vec<RowScore>> {
-        self.forward_backward_dropped(rows, temperature, None, loss, gradient)
+        self.forward_backward_with(rows, temperature, &TrainedRows::default(), loss, gradient)
     }
 
-    /// Runs [`Policy::forward_backward`] with the adapter's dropout, whose random numbers come from `dropout`. The
-    /// scores include the dropout.
-    pub fn forward_backward_dropped(
+    /// Runs [`Policy::forward_backward`] with options. The scores include the dropout.
+    pub fn forward_backward_with(
         &self,
         rows: &[Trajectory<'_>],
         temperature: f64,
-        dropout: Option<RowDropout>,
+        options: &TrainedRows<'_>,
         loss: &mut LossGradient<'_>,
         gradient: &mut Flat,
     ) -> Result<Vec<RowScore>> {
@@ -335,7 +334,8 @@ impl Policy {
             return Ok(scores);
         }
         let p = self.lora_config().map_or(0.0, |lora| lora.dropout);
-        let dropout = dropout.filter(|_| p > 0.0).map(|dropout| TokenDropout::of_rows(p, dropout, rows, &packing));
+        let dropout =
+            options.dropout.filter(|_| p > 0.0).map(|dropout| TokenDropout::of_rows(p, dropout, rows, &packing));
         let pass = Pass { adapter: Applied::Trained, dropout: dropout.as_ref(), layer: 0 };
         let mut scores = Vec::new();
         let mut by_target = |new: &[TokenScore]| -> Result<Vec<f32>> {
@@ -346,8 +346,10 @@ impl Policy {
             }
             Ok(g.concat())
         };
+        let trained = options.targets(rows);
+        let loss = TargetLoss { trained: &trained, gradient: &mut by_target };
         with_decoder!(&self.network, |decoder| {
-            decoder.forward_backward(&packing, temperature, pass, &mut by_target, gradient)
+            decoder.forward_backward(&packing, temperature, pass, loss, gradient)
         })?;
         Ok(scores)
     }

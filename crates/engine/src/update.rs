@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::error::Result;
 use super::loss::RowLoss;
 use super::memory::micro_batches;
-use super::model::pass::RowDropout;
+use super::model::pass::{RowDropout, TrainedRows};
 use super::model::{Adapter, Flat, Policy, RowScore};
 use super::random::Key;
 use crate::trajectory::Trajectory;
@@ -66,11 +66,13 @@ pub struct StepGradient {
 pub type RowLosses<'a> = dyn FnMut(Range<usize>, &[RowScore]) -> Vec<RowLoss> + 'a;
 
 /// Computes the gradient of the whole step. `losses` already include the step's single denominator, so the split
-/// changes results only by the rounding of the sum. `None` if `stop` requested a stop between micro-batches.
+/// changes results only by the rounding of the sum. `idle` says which rows have no gradient whatever their scores are; it may
+/// be empty. `None` if `stop` requested a stop between micro-batches.
 pub fn step_gradient(
     policy: &Policy,
     rows: &[Trajectory<'_>],
     batching: &MicroBatching,
+    idle: &[bool],
     losses: &mut RowLosses<'_>,
     stop: &dyn Fn() -> bool,
 ) -> Result<Option<StepGradient>> {
@@ -81,15 +83,17 @@ pub fn step_gradient(
             return Ok(None);
         }
         let StepGradient { gradient, losses: all, scores } = &mut step;
+        let range = batch.clone();
         let mut backward = |batch_scores: &[RowScore]| {
-            let batch_losses = losses(batch.clone(), batch_scores);
+            let batch_losses = losses(range.clone(), batch_scores);
             let gradients = batch_losses.iter().map(RowLoss::token_gradient).collect();
             all.extend(batch_losses);
             Ok(gradients)
         };
         let dropout = batching.dropout.map(|key| RowDropout { key, first_row: batch.start });
-        let rows = &rows[batch.clone()];
-        scores.extend(policy.forward_backward_dropped(rows, batching.temperature, dropout, &mut backward, gradient)?);
+        let options = TrainedRows { dropout, idle: idle.get(batch.clone()).unwrap_or_default() };
+        let rows = &rows[batch];
+        scores.extend(policy.forward_backward_with(rows, batching.temperature, &options, &mut backward, gradient)?);
     }
     Ok(Some(step))
 }

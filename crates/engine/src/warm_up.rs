@@ -108,7 +108,7 @@ fn gradient_of(run: &Run<'_>, step: u64, rows: &[u64]) -> Result<Option<StepGrad
         dropout: Some(Key::new(run.plan.training.seed, Stream::WarmUp).with(u64::MAX).with(step)),
         ..run.model.micro_batching
     };
-    step_gradient(&run.model.policy, &trajectories, &micro_batching, &mut losses, &stop)
+    step_gradient(&run.model.policy, &trajectories, &micro_batching, &[], &mut losses, &stop)
 }
 
 /// Clips the gradient and applies it with AdamW, unless loss or gradient is not finite.

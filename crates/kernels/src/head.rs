@@ -4,6 +4,9 @@
 //! For each row and chunk, the largest logit, Σ eᶻ and Σ eᶻ·z are kept, with z = logit / temperature minus the chunk's
 //! largest, and combined in the order of the chunks. Chunks do not depend on rows and threads. A row's result therefore
 //! depends only on that row, and [`choose`] reports the same log-probs as [`score`].
+//!
+//! A training pass ([`score_for_training`]) also sums up Σ eᶻ·weight over the tokens, on which dL/dx depends, whatever the
+//! loss is: the logits are not computed again after the loss is known.
 
 mod choose;
 mod gradient;
@@ -14,7 +17,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 pub use choose::{Chosen, Pick, choose};
-pub use gradient::{Gradient, score_vjp};
+pub use gradient::{Forward, Gradient, score_for_training, score_vjp};
 
 use super::gemm::{Output, SharedInputs, Term, forward, forward_panels, with_shared_inputs};
 use super::isa::Isa;
@@ -33,7 +36,7 @@ const ROWS_AT_ONCE: usize = 128;
 const LOGITS_AT_ONCE: usize = ROWS_AT_ONCE * CHUNK;
 
 /// The score of a token in the distribution of a row.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TokenScore {
     /// Log-probability of the token, in nats.
     pub logp: f32,
@@ -43,13 +46,15 @@ pub struct TokenScore {
     pub is_top: bool,
 }
 
-/// The normalization of a row's softmax: p = e^(logit / temperature − largest) / sum.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Normalizer {
+/// The softmax of a row: p = e^(logit / temperature − largest) / sum.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Softmax {
     /// The largest logit / temperature.
     pub largest: f32,
     /// The sum Σ e^(logit / temperature − largest).
     pub sum: f64,
+    /// The logit of the target, before the division by the temperature.
+    pub target_logit: f32,
 }
 
 /// Filters that restrict which tokens of a row may be sampled.
@@ -78,8 +83,24 @@ impl Filters {
 pub struct Scores {
     /// The scores of the target tokens.
     pub tokens: Vec<TokenScore>,
-    /// The softmax normalizers of the rows, for [`score_vjp`].
-    pub normalizers: Vec<Normalizer>,
+    /// The softmax of each row, for [`score_vjp`].
+    pub softmax: Vec<Softmax>,
+}
+
+impl Scores {
+    /// Computes scores from the softmax sums of all chunks, `[rows][chunks]`, and the targets' logits.
+    fn new(cells: &[Cell], target_logits: &[f32], t: f32) -> Scores {
+        let chunks = cells.len().checked_div(target_logits.len()).unwrap_or(0);
+        let rows = cells.chunks_exact(chunks.max(1)).zip(target_logits);
+        let of_row = |(cells, logit): (&[Cell], &f32)| {
+            let total = Total::new(cells, t);
+            let (logp, entropy, is_top) = (total.logp(*logit), total.entropy(), total.is_top(*logit));
+            let softmax = Softmax { largest: total.largest, sum: total.sum, target_logit: *logit };
+            (TokenScore { logp, entropy, is_top }, softmax)
+        };
+        let (tokens, softmax) = rows.map(of_row).unzip();
+        Scores { tokens, softmax }
+    }
 }
 
 /// The language-model head, which computes logits from normed rows.
@@ -111,7 +132,7 @@ impl<'a> Head<'a> {
 pub fn score(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, targets: &[u32], temperature: f64) -> Scores {
     let (rows, weight) = (targets.len(), head.weight);
     check(x, weight, rows);
-    assert!(targets.iter().all(|target| (*target as usize) < weight.n()), "a target is no token");
+    check_targets(targets, weight);
     let chunks = weight.n().div_ceil(CHUNK);
     let mut table = vec![Cell::default(); rows * chunks];
     let mut logits = vec![0f32; rows];
@@ -129,14 +150,7 @@ pub fn score(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, targets: &[
             }
         }
     });
-    let mut scores = Scores::default();
-    for (cells, logit) in table.chunks_exact(chunks.max(1)).zip(&logits) {
-        let total = Total::new(cells, t);
-        let (logp, entropy, is_top) = (total.logp(*logit), total.entropy(), total.is_top(*logit));
-        scores.tokens.push(TokenScore { logp, entropy, is_top });
-        scores.normalizers.push(Normalizer { largest: total.largest, sum: total.sum });
-    }
-    scores
+    Scores::new(&table, &logits, t)
 }
 
 /// Computes the logits as out `[rows, vocab]`, for samplers that need all of them. The bits are the
@@ -162,6 +176,10 @@ pub fn logits(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, out: &mut 
 
 fn check(x: &[f32], weight: &PackedMatrix, rows: usize) {
     assert_eq!(x.len(), rows * weight.k(), "x is not so many rows as wide as the weight");
+}
+
+fn check_targets(targets: &[u32], weight: &PackedMatrix) {
+    assert!(targets.iter().all(|target| (*target as usize) < weight.n()), "a target token is not in the vocabulary");
 }
 
 /// 1 / temperature, bounded so that its product with a logit is finite; 1 if the temperature is 0.

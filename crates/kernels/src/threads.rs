@@ -186,15 +186,36 @@ impl Threads {
         if rows == 0 || columns == 0 {
             return;
         }
-        let wanted = if self.count() == 1 { 1 } else { self.count() * CELLS };
-        let row_cells = rows.div_ceil(row_multiple).min(wanted);
+        let row_cells = rows.div_ceil(row_multiple).min(self.most_cells());
+        self.grid_of(row_cells, (rows, row_multiple), (columns, column_multiple), f);
+    }
+
+    /// Like [`Threads::grid`], for a given number of cells along the rows; rows and columns are given with the numbers that
+    /// cells begin at multiples of.
+    pub fn grid_of(
+        &self,
+        row_cells: usize,
+        (rows, row_multiple): (usize, usize),
+        (columns, column_multiple): (usize, usize),
+        f: impl Fn(Range<usize>, Range<usize>) + Sync,
+    ) {
+        if rows == 0 || columns == 0 {
+            return;
+        }
+        let row_cells = row_cells.clamp(1, rows.div_ceil(row_multiple));
         // Choose a number of cells that gives every thread the same number.
-        let even = (wanted.div_ceil(row_cells)..).find(|cells| (row_cells * cells).is_multiple_of(self.count()));
-        let column_cells = columns.div_ceil(column_multiple).min(even.unwrap_or(wanted));
+        let even =
+            (self.most_cells().div_ceil(row_cells)..).find(|cells| (row_cells * cells).is_multiple_of(self.count()));
+        let column_cells = columns.div_ceil(column_multiple).min(even.unwrap_or(1));
         self.cells(row_cells * column_cells, &|cell| {
             let rows = part(rows, row_multiple, cell / column_cells, row_cells);
             f(rows, part(columns, column_multiple, cell % column_cells, column_cells));
         });
+    }
+
+    /// Number of cells that a grid is divided into, unless one direction must have more: several for each thread.
+    pub fn most_cells(&self) -> usize {
+        if self.count() == 1 { 1 } else { self.count() * CELLS }
     }
 
     /// Runs `f(part, items, values)` once for every part: the items in its range, and `width` values for each of them.

@@ -20,7 +20,7 @@ use crate::error::{EngineError, Result};
 use crate::kernels::attention::Segments;
 use crate::kernels::delta::State;
 use crate::kernels::four_bit::FourBit;
-use crate::kernels::head::{self, Normalizer};
+use crate::kernels::head;
 use crate::kernels::isa::Isa;
 use crate::kernels::pack::{PackDtype, PackedMatrix};
 use crate::kernels::threads::Threads;
@@ -107,6 +107,16 @@ fn kernel_head(head: &Head<Cpu>) -> head::Head<'_> {
     head::Head { weight: &head.weight.matrix, softcap: head.softcap }
 }
 
+/// What the head's backward pass needs of its scores.
+#[derive(Debug)]
+pub struct ScoredRows {
+    softmax: Vec<head::Softmax>,
+    /// The rows whose sums are known.
+    summed: Vec<bool>,
+    /// A row for each input row, or none if no row is summed; see [`head::score_for_training`].
+    sums: Matrix,
+}
+
 impl Buffers for Cpu {
     type Tensor = Matrix;
     type Vector = Arc<Vec<f32>>;
@@ -180,7 +190,7 @@ impl Compute for Cpu {
     type Angles = Angles;
     /// The softmax's largest score and sum for each token and head, `[tokens, num_heads · 2]`.
     type Softmax = Matrix;
-    type Normalizers = Vec<Normalizer>;
+    type ScoredRows = ScoredRows;
     type DeltaNet = Arc<DeltaNet>;
     type DeltaStates = Vec<State>;
 
@@ -357,17 +367,25 @@ impl Compute for Cpu {
         head: &Head<Self>,
         targets: &[u32],
         temperature: f64,
-    ) -> Result<(Vec<TokenScore>, Vec<Normalizer>)> {
-        let scores = head::score(&self.threads, self.isa, x.values(), kernel_head(head), targets, temperature);
-        Ok((scores.tokens, scores.normalizers))
+        trained: &[bool],
+    ) -> Result<(Vec<TokenScore>, ScoredRows)> {
+        let forward = head::Forward { x: x.values(), head: kernel_head(head), targets, temperature };
+        let mut sums = self.pool.matrix(if trained.contains(&true) { x.rows() } else { 0 }, x.width());
+        let scores = match sums.rows() {
+            0 => head::score(&self.threads, self.isa, forward.x, forward.head, targets, temperature),
+            _ => head::score_for_training(&self.threads, self.isa, &forward, trained, sums.values_mut()),
+        };
+        Ok((scores.tokens, ScoredRows { softmax: scores.softmax, summed: trained.to_vec(), sums }))
     }
 
-    fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Matrix> {
-        let HeadBackward { x, head, targets, temperature, normalizers, g, at } = *backward;
+    fn score_vjp(&self, backward: HeadBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Matrix> {
+        let HeadBackward { x, head, targets, temperature, scored, g, at } = backward;
+        let ScoredRows { softmax, summed, sums } = scored;
         let weight = &*head.weight.matrix;
-        let mut dx = self.pool.matrix(x.rows(), x.width());
+        let mut dx = if sums.rows() == 0 { self.pool.matrix(x.rows(), x.width()) } else { sums };
         let slot = at.map(|at| &mut gradient[at..at + weight.n() * weight.k()]);
-        let given = head::Gradient { x: x.values(), head: kernel_head(head), targets, temperature, normalizers, g };
+        let forward = head::Forward { x: x.values(), head: kernel_head(head), targets, temperature };
+        let given = head::Gradient { forward, softmax: &softmax, summed: &summed, g };
         head::score_vjp(&self.threads, self.isa, &given, dx.values_mut(), slot);
         Ok(dx)
     }

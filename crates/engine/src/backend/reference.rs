@@ -185,7 +185,7 @@ impl Compute for Reference {
     type Adapter = Adapter;
     type Angles = Angles;
     type Softmax = ();
-    type Normalizers = ();
+    type ScoredRows = ();
     type DeltaNet = Arc<delta::Weights>;
     type DeltaStates = Vec<delta::State>;
 
@@ -411,7 +411,14 @@ impl Compute for Reference {
         self.tensor(dx, net.shape.width())
     }
 
-    fn score(&self, x: &Tensor, head: &Head<Self>, targets: &[u32], temperature: f64) -> Result<(Vec<TokenScore>, ())> {
+    fn score(
+        &self,
+        x: &Tensor,
+        head: &Head<Self>,
+        targets: &[u32],
+        temperature: f64,
+        _trained: &[bool],
+    ) -> Result<(Vec<TokenScore>, ())> {
         let mut scores = Vec::with_capacity(targets.len());
         for (begin, ids) in Self::chunks(head, targets)? {
             let logits = self.logits(&x.narrow(0, begin, ids.len())?, head)?;
@@ -420,13 +427,13 @@ impl Compute for Reference {
         Ok((scores, ()))
     }
 
-    fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Tensor> {
-        let HeadBackward { x, head, targets, temperature, normalizers: (), g, at } = backward;
+    fn score_vjp(&self, backward: HeadBackward<'_, Self>, gradient: &mut Vec<f32>) -> Result<Tensor> {
+        let HeadBackward { x, head, targets, temperature, scored: (), g, at } = backward;
         let mut parts = Vec::new();
         for (begin, ids) in Self::chunks(head, targets)? {
             let x = x.narrow(0, begin, ids.len())?;
             let logits = self.logits(&x, head)?;
-            let d_logits = ops::token_scores_vjp(&logits, ids, *temperature, &g[begin..begin + ids.len()])?;
+            let d_logits = ops::token_scores_vjp(&logits, ids, temperature, &g[begin..begin + ids.len()])?;
             let d_logits = match head.softcap {
                 Some(softcap) => ops::softcap_vjp(&logits, softcap, &d_logits)?,
                 None => d_logits,
@@ -434,7 +441,7 @@ impl Compute for Reference {
             let d_logits = self.rounded(&d_logits)?;
             parts.push(d_logits.matmul(&head.weight.matrix)?);
             if let Some(at) = at {
-                add_tensor(gradient, *at, &d_logits.t()?.matmul(&self.rounded(&x)?)?)?;
+                add_tensor(gradient, at, &d_logits.t()?.matmul(&self.rounded(&x)?)?)?;
             }
         }
         Ok(Tensor::cat(&parts, 0)?)

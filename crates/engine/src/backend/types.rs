@@ -384,8 +384,8 @@ pub struct HeadBackward<'a, B: Compute> {
     pub targets: &'a [u32],
     /// The temperature that the logits are divided by.
     pub temperature: f64,
-    /// The softmax normalizers from [`Compute::score`].
-    pub normalizers: &'a B::Normalizers,
+    /// What [`Compute::score`] returned beside the scores.
+    pub scored: B::ScoredRows,
     /// The gradient dL/dlogp of each row's target.
     pub g: &'a [f32],
     /// Offset of the head's weight in the flat gradient, if the head is trained.

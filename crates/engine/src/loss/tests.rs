@@ -173,3 +173,33 @@ fn clipped_ratios_are_counted_by_token_or_by_sequence() {
         assert_eq!((counts(loss, 1.0), counts(loss, -1.0)), ((1, 0, 1), (1, 0, 0)), "{loss:?}");
     }
 }
+
+#[test]
+fn idle_rows_have_no_gradient_and_no_other_row_is_taken_for_one() {
+    let advantages = [
+        RowAdvantage::Sequence(0.0),
+        RowAdvantage::Sequence(0.5),
+        RowAdvantage::Tokens(&[0.0, 0.0]),
+        RowAdvantage::Tokens(&[0.0, -1.0]),
+    ];
+    let mut num_idle = 0;
+    for config in configs() {
+        for (advantage, included) in
+            advantages.into_iter().flat_map(|advantage| [(advantage, true), (advantage, false)])
+        {
+            let is_idle = config.is_idle(included, Some(advantage));
+            num_idle += usize::from(is_idle);
+            assert_eq!(config.is_idle(included, None), !included, "the advantage is unknown");
+            // The second log-prob has a ratio that overflows.
+            for new in [[-1.0f32, -2.0], [-0.9, -2.1], [-0.5, 1e4]] {
+                let (old_logps, ref_logps) = (&[-1.0f32, -2.0], &[-1.5f32, -1.0]);
+                let row = LossRow { new_logps: &new, old_logps, ref_logps, included, advantage, weight: None };
+                let has_gradient = row_loss(&row, &config, &STEP).gradient.iter().any(|entry| *entry != 0.0);
+                assert!(!(is_idle && has_gradient), "{config:?}, {row:?}");
+                assert!(is_idle || has_gradient || new[1] > 0.0, "{config:?}, {row:?}");
+            }
+        }
+    }
+    // 20 settings with 4 masked rows each; the 5 without a KL penalty have 2 more rows without advantage.
+    assert_eq!(num_idle, 20 * 4 + 5 * 2);
+}

@@ -36,8 +36,13 @@ pub struct Decoder<B: Compute> {
     gradient_checkpointing: bool,
 }
 
-/// A loss over the scored tokens of a batch: maps their new log-probs to dL/dlogp, one value per target.
-pub type TargetLoss<'l> = dyn FnMut(&[TokenScore]) -> Result<Vec<f32>> + 'l;
+/// A loss over the scored tokens of a batch.
+pub struct TargetLoss<'l> {
+    /// Whether a target's gradient can differ from 0, one entry per target.
+    pub trained: &'l [bool],
+    /// Maps the new log-probs to dL/dlogp, one value per target.
+    pub gradient: &'l mut dyn FnMut(&[TokenScore]) -> Result<Vec<f32>>,
+}
 
 impl<B: Compute> Decoder<B> {
     /// Loads the weights of a checkpoint.
@@ -214,7 +219,7 @@ impl<B: Compute> Decoder<B> {
         let (from, ids) = split(&packing.targets);
         let normed = self.normed(&self.backend.select_rows(&x, &from)?)?;
         drop(x);
-        let (scores, _) = self.backend.score(&normed, &self.head, &ids, temperature)?;
+        let (scores, _) = self.backend.score(&normed, &self.head, &ids, temperature, &vec![false; ids.len()])?;
         Ok(scores)
     }
 
@@ -224,7 +229,7 @@ impl<B: Compute> Decoder<B> {
         packing: &Packing,
         temperature: f64,
         pass: Pass<'_>,
-        loss: &mut TargetLoss<'_>,
+        loss: TargetLoss<'_>,
         gradient: &mut Flat,
     ) -> Result<()> {
         let backend = &self.backend;
@@ -250,8 +255,8 @@ impl<B: Compute> Decoder<B> {
         let hidden = backend.select_rows(&x, &from)?;
         drop(x);
         let normed = self.normed(&hidden)?;
-        let (scores, normalizers) = backend.score(&normed, &self.head, &ids, temperature)?;
-        let g = loss(&scores)?;
+        let (scores, scored) = backend.score(&normed, &self.head, &ids, temperature, loss.trained)?;
+        let g = (loss.gradient)(&scores)?;
         if g.iter().all(|g| *g == 0.0) {
             return Ok(());
         }
@@ -261,11 +266,11 @@ impl<B: Compute> Decoder<B> {
             head: &self.head,
             targets: &ids,
             temperature,
-            normalizers: &normalizers,
+            scored,
             g: &g,
             at: self.slots.map(|(_, head)| head),
         };
-        let d_normed = self.over_divisor(backend.score_vjp(&head, gradient)?)?;
+        let d_normed = self.over_divisor(backend.score_vjp(head, gradient)?)?;
         drop(normed);
         let d_hidden = backend.rms_norm_vjp(&hidden, &self.norm.weight, self.eps(), &d_normed, None)?;
         if let Some(at) = self.norm.slot {

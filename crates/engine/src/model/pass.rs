@@ -103,6 +103,24 @@ pub struct RowDropout {
     pub first_row: usize,
 }
 
+/// The options of a training pass over some rows.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct TrainedRows<'a> {
+    /// The random key of the adapter's dropout; `None` = no dropout.
+    pub dropout: Option<RowDropout>,
+    /// The rows whose loss has no gradient, whatever their log-probs are; may be shorter than the rows. These rows cost less.
+    pub idle: &'a [bool],
+}
+
+impl TrainedRows<'_> {
+    /// Whether each model token of the rows can get a gradient.
+    pub fn targets(&self, rows: &[Trajectory<'_>]) -> Vec<bool> {
+        let is_trained = |row: usize| !self.idle.get(row).copied().unwrap_or(false);
+        let of_row = |(index, row): (usize, &Trajectory<'_>)| vec![is_trained(index); row.num_model_tokens()];
+        rows.iter().enumerate().flat_map(of_row).collect()
+    }
+}
+
 impl TokenDropout {
     /// Creates the dropout of a packed batch of these rows.
     pub fn of_rows(p: f64, dropout: RowDropout, rows: &[Trajectory<'_>], packing: &Packing) -> Self {

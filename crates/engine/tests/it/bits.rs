@@ -10,7 +10,7 @@ use rlood_engine::backend::BackendKind;
 use rlood_engine::backend::cpu::Cpu;
 use rlood_engine::kernels::isa::Isa;
 use rlood_engine::kernels::threads::Threads;
-use rlood_engine::model::pass::RowDropout;
+use rlood_engine::model::pass::{RowDropout, TrainedRows};
 use rlood_engine::model::{Adapter, Flat, Logits, Pick, Policy, RowScore, Trajectory};
 use rlood_engine::random::{Key, Stream};
 use rlood_types::event::SamplePhase;
@@ -254,7 +254,9 @@ fn logits_do_not_depend_on_the_other_rows_and_after_a_prompt_are_those_of_a_forw
 fn backward(policy: &Policy, rows: &[Trajectory<'_>], first_row: usize, gradient: &mut Flat) -> Vec<RowScore> {
     let g = weights(rows, first_row);
     let dropout = Some(RowDropout { key: Key::new(5, Stream::Dropout).with(1), first_row });
-    policy.forward_backward_dropped(rows, 0.8, dropout, &mut |_| Ok(g.clone()), gradient).unwrap()
+    policy
+        .forward_backward_with(rows, 0.8, &TrainedRows { dropout, idle: &[] }, &mut |_| Ok(g.clone()), gradient)
+        .unwrap()
 }
 
 fn gradient(policy: &Policy, rows: &[Trajectory<'_>], cuts: &[usize]) -> (Vec<f32>, Vec<RowScore>) {

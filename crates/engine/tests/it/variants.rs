@@ -168,7 +168,7 @@ fn no_micro_batch_split_changes_the_gradient_of_any_loss() {
                     });
                     rows.collect()
                 };
-                let step = step_gradient(&policy, &rows, &batching, &mut losses, &|| false);
+                let step = step_gradient(&policy, &rows, &batching, &[], &mut losses, &|| false);
                 (batches, step.expect("trains").expect("not stopped"))
             };
             let (one, whole) = gradient(1000);

@@ -243,7 +243,10 @@ pub(in super::super) unsafe fn product<M: Multiply>(
 ) {
     let Scratch { inputs, transposed, expanded, edge, .. } = scratch;
     let transposes = jobs.iter().any(|job| job.side == Side::Backward && job.transposed.is_none());
-    for rows in pieces(rows, if transposes { M::ROWS_TRANSPOSING } else { M::ROWS_AT_ONCE }) {
+    let most = if transposes { M::ROWS_TRANSPOSING } else { M::ROWS_AT_ONCE };
+    // Pieces of equally many pairs of tiles: a short one would read the weights for a few rows.
+    let equal = rows.len().div_ceil(rows.len().div_ceil(most)).next_multiple_of(2 * ROWS);
+    for rows in pieces(rows, equal.min(most)) {
         let tiles = rows.len().div_ceil(ROWS);
         let sums = room(edge, tiles.max(2) * ROWS * PANEL);
         let deeper = (M::INPUTS / (tiles * ROWS)).max(M::DEEPER) / M::DEEP * M::DEEP;

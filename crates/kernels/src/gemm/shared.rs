@@ -77,9 +77,12 @@ pub(super) fn with_shared_inputs<T>(
 /// Divides a product into cells of whole tiles, with few enough rows that their inputs stay in the second-level
 /// cache, and computes them.
 fn grid(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: Range<usize>, width: usize) {
-    let cells = rows.len().div_ceil(cell_rows(isa));
-    let multiple = rows.len().div_ceil(cells).next_multiple_of(2 * ROWS);
-    threads.grid(rows.len(), multiple, width.div_ceil(PANEL), 1, |some, panels| {
+    let (count, least) = (threads.count(), rows.len().div_ceil(cell_rows(isa)));
+    // Every thread gets the same number of cells, and of rows, except for a tile.
+    let cells = if least < count { least } else { least.next_multiple_of(count).min(threads.most_cells()) };
+    // AMX multiplies two tiles of rows at a time.
+    let tiles = if isa == Isa::Amx { 2 * ROWS } else { ROWS };
+    threads.grid_of(cells, (rows.len(), tiles), (width.div_ceil(PANEL), 1), |some, panels| {
         let some = rows.start + some.start..rows.start + some.end;
         SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, jobs, scratch, some, panels));
     });

@@ -56,6 +56,10 @@ impl Case {
         Head { weight: &self.weight, softcap: self.softcap }
     }
 
+    fn forward(&self, temperature: f64) -> Forward<'_> {
+        Forward { x: &self.x, head: self.head(), targets: &self.targets, temperature }
+    }
+
     fn what(&self, isa: Isa) -> String {
         format!(
             "{isa}, {} rows, {} tokens, {} inputs, {:?}, softcap {:?}",
@@ -141,27 +145,27 @@ fn gradients_are_the_naive_ones_and_rows_without_one_get_zeros() {
             let mut first: Option<(Vec<f32>, Vec<f32>)> = None;
             for count in [1, 2, 5] {
                 let threads = Threads::new(count);
-                let scores = score(&threads, isa, &case.x, case.head(), &case.targets, temperature);
-                let gradient = Gradient {
-                    x: &case.x,
-                    head: case.head(),
-                    targets: &case.targets,
-                    temperature,
-                    normalizers: &scores.normalizers,
-                    g: &g,
-                };
-                let (mut dx, mut dw) = (vec![7f32; d_x.len()], vec![0.25f32; d_weight.len()]);
+                let forward = case.forward(temperature);
+                // Some rows have sums and no gradient, some the other way around.
+                let summed: Vec<bool> = (0..case.rows).map(|row| row % 4 != 2).collect();
+                let mut dx = vec![7f32; d_x.len()];
+                let scores = score_for_training(&threads, isa, &forward, &summed, &mut dx);
+                let alone = score(&threads, isa, &case.x, case.head(), &case.targets, temperature);
+                assert_eq!(scores, alone, "{}", case.what(isa));
+                let gradient = Gradient { forward, softmax: &scores.softmax, summed: &summed, g: &g };
+                let mut dw = vec![0.25f32; d_weight.len()];
                 score_vjp(&threads, isa, &gradient, &mut dx, Some(&mut dw));
-                // AMX and AVX512-BF16 multiply dL/dlogits in bf16.
+                // AMX and AVX512-BF16 multiply probabilities and dL/dlogits in bf16.
                 let rounded = isa.rounds_inputs() && case.weight.dtype() == PackDtype::Bf16;
                 assert_close(&dx, &d_x, if rounded { 4e-3 } else { 1e-5 }, &case.what(isa));
                 assert_close(&dw, &d_weight, 1e-5, &case.what(isa));
                 for (row, dx) in dx.chunks(case.hidden).enumerate() {
                     assert!(g[row] != 0.0 || dx.iter().all(|v| v.to_bits() == 0), "row {row}");
                 }
-                let mut alone = vec![7f32; d_x.len()];
-                score_vjp(&threads, isa, &gradient, &mut alone, None);
-                assert_same(&alone, &dx, "without a weight's gradient");
+                let none = vec![false; case.rows];
+                let mut later = vec![7f32; d_x.len()];
+                score_vjp(&threads, isa, &Gradient { summed: &none, ..gradient }, &mut later, None);
+                assert_same(&later, &dx, "no row was summed before, and no weight has a gradient");
                 let (dx0, dw0) = first.get_or_insert((dx.clone(), dw.clone()));
                 assert_same(&dx, dx0, &case.what(isa));
                 assert_same(&dw, dw0, &case.what(isa));
@@ -250,5 +254,40 @@ fn huge_logits_give_finite_scores() {
         let scores = score(&Threads::new(1), isa, &[1e30], Head::of(&packed), &[0], 1.0);
         let TokenScore { logp, entropy, is_top } = scores.tokens[0];
         assert!(is_top && logp == 0.0 && (0.0..1e-30).contains(&entropy), "{isa}: {logp}, {entropy}");
+    }
+}
+
+#[test]
+fn the_gradient_of_a_probable_target_is_as_exact_as_its_probability() {
+    // Two tokens whose logits differ by 12: 1 − p of the target is 6e-6, less than a rounding to bf16 moves p.
+    let packed = PackedMatrix::new(&[1.0f32, -1.0], 1, PackDtype::Bf16);
+    let rest = f64::from(-12f32).exp() / (1.0 + f64::from(-12f32).exp());
+    for isa in Isa::available() {
+        let forward = Forward { x: &[6.0], head: Head::of(&packed), targets: &[0], temperature: 1.0 };
+        let mut dx = [0f32];
+        let scores = score_for_training(&Threads::new(1), isa, &forward, &[true], &mut dx);
+        let gradient = Gradient { forward, softmax: &scores.softmax, summed: &[true], g: &[1.0] };
+        score_vjp(&Threads::new(1), isa, &gradient, &mut dx, None);
+        // dL/dx = (1 − p)·1 − (1 − p)·(−1).
+        assert!((f64::from(dx[0]) / (2.0 * rest) - 1.0).abs() < 5e-3, "{isa}: {} instead of {}", dx[0], 2.0 * rest);
+    }
+}
+
+#[test]
+fn sums_follow_a_largest_logit_that_grows_from_chunk_to_chunk() {
+    // 1300 tokens, whose logits rise to 130: earlier sums shrink to almost nothing.
+    let weight: Vec<f32> = (0..1300).map(|token| token as f32 / 10.0).collect();
+    let packed = PackedMatrix::new(&weight, 1, PackDtype::F32);
+    let logits: Vec<f64> = weight.iter().map(|weight| f64::from(*weight)).collect();
+    let total: f64 = logits.iter().map(|logit| (logit - 129.9).exp()).sum();
+    let mean: f64 = logits.iter().map(|logit| (logit - 129.9).exp() / total * logit).sum();
+    for isa in Isa::available() {
+        let forward = Forward { x: &[1.0], head: Head::of(&packed), targets: &[3], temperature: 1.0 };
+        let mut dx = [0f32];
+        let scores = score_for_training(&Threads::new(2), isa, &forward, &[true], &mut dx);
+        let gradient = Gradient { forward, softmax: &scores.softmax, summed: &[true], g: &[1.0] };
+        score_vjp(&Threads::new(2), isa, &gradient, &mut dx, None);
+        let expected = logits[3] - mean;
+        assert!((f64::from(dx[0]) / expected - 1.0).abs() < 1e-5, "{isa}: {} instead of {expected}", dx[0]);
     }
 }

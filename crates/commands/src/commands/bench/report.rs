@@ -128,12 +128,12 @@ impl<'a> Report<'a> {
             attention.decode_s * 1e3,
         );
         println!(
-            "  output head at {} positions: log-probs {:.1} ms ({:.0} GFLOP/s), dX {:.1} ms ({:.0}); sampling {:.2} ms ({:.1} GB/s)",
+            "  output head at {} positions: log-probs {:.1} ms ({:.0} GFLOP/s), with dX {:.1} ms ({:.0}); sampling {:.2} ms ({:.1} GB/s)",
             head.rows,
             head.score_s * 1e3,
             head.score_gflop_s,
-            head.backward_s * 1e3,
-            head.backward_gflop_s,
+            head.trained_s * 1e3,
+            head.trained_gflop_s,
             head.choose_s * 1e3,
             head.choose_gb_s,
         );

@@ -71,7 +71,7 @@ impl Compute for Cuda {
     type Adapter = Arc<lora::Adapter>;
     type Angles = Angles;
     type Softmax = Tensor;
-    type Normalizers = Normalizers;
+    type ScoredRows = Normalizers;
     type DeltaNet = Infallible;
     type DeltaStates = Infallible;
 
@@ -302,15 +302,16 @@ impl Compute for Cuda {
         head: &Head<Self>,
         targets: &[u32],
         temperature: f64,
+        _trained: &[bool],
     ) -> Result<(Vec<TokenScore>, Normalizers)> {
         Ok(head::score(&self.device, &self.head(&head.weight), x.rows(), targets, temperature)?)
     }
 
-    fn score_vjp(&self, backward: &HeadBackward<'_, Self>, gradient: &mut Flat) -> Result<Tensor> {
-        let HeadBackward { x, head, targets, temperature, normalizers, g, at } = *backward;
+    fn score_vjp(&self, backward: HeadBackward<'_, Self>, gradient: &mut Flat) -> Result<Tensor> {
+        let HeadBackward { x, head, targets, temperature, scored, g, at } = backward;
         let dx = Tensor::new(&self.device, x.count(), x.width(), x.dtype())?;
         let d_weight = at.map(|at| gradient.matrix(at, head.weight.outputs(), x.width()));
-        let backward = head::Backward { x: x.rows(), targets, temperature, normalizers, g, d_weight };
+        let backward = head::Backward { x: x.rows(), targets, temperature, normalizers: &scored, g, d_weight };
         head::score_vjp(&self.device, &self.head(&head.weight), &backward, dx.rows())?;
         Ok(dx)
     }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::super::timing::repeat;
 use super::super::{BenchError, Setting};
 use super::{Team, random_values};
-use crate::engine::kernels::head::{Gradient, Head, Pick, choose, score, score_vjp};
+use crate::engine::kernels::head::{Forward, Gradient, Head, Pick, choose, score, score_for_training, score_vjp};
 use crate::engine::kernels::pack::PackedMatrix;
 
 /// Maximum number of token positions to compute log-probs for; more would have the same speed.
@@ -20,9 +20,15 @@ pub struct HeadFigures {
     pub score_s: f64,
     /// Speed of log-probs, counting the FLOPs of the product alone, in 1e9 per second.
     pub score_gflop_s: f64,
+    /// Duration of log-probs and dX in one pass over the vocabulary, as in a training step, in seconds.
+    #[serde(default)]
+    pub trained_s: f64,
+    /// Speed of log-probs and dX in one pass, counting the FLOPs of both products, in 1e9 per second.
+    #[serde(default)]
+    pub trained_gflop_s: f64,
     /// Duration of dX with recomputed logits, in seconds.
     pub backward_s: f64,
-    /// Speed of dX, counting the FLOPs of both products, in 1e9 per second.
+    /// Speed of dX with recomputed logits, counting the FLOPs of both products, in 1e9 per second.
     pub backward_gflop_s: f64,
     /// Duration of sampling one token for every completion of a step, in seconds.
     pub choose_s: f64,
@@ -41,20 +47,21 @@ pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures,
     drop(values);
     let x = random_values(5, rows.max(completions) * hidden, 2.0);
     let targets = setting.tokens(0, rows);
-    let mut scores = score(&team.threads, team.isa, &x[..rows * hidden], Head::of(&weight), &targets, 1.0);
+    let forward = Forward { x: &x[..rows * hidden], head: Head::of(&weight), targets: &targets, temperature: 1.0 };
     let scored = repeat(2, team.seconds, || -> Result<(), BenchError> {
-        scores = score(&team.threads, team.isa, &x[..rows * hidden], Head::of(&weight), &targets, 1.0);
+        score(&team.threads, team.isa, forward.x, forward.head, &targets, 1.0);
         Ok(())
     })?;
-    let gradient = Gradient {
-        x: &x[..rows * hidden],
-        head: Head::of(&weight),
-        targets: &targets,
-        temperature: 1.0,
-        normalizers: &scores.normalizers,
-        g: &vec![1e-3; rows],
-    };
-    let mut d_x = vec![0.0; rows * hidden];
+    let (g, mut d_x) = (vec![1e-3; rows], vec![0.0; rows * hidden]);
+    let (all, none) = (vec![true; rows], vec![false; rows]);
+    let mut scores = score_for_training(&team.threads, team.isa, &forward, &all, &mut d_x);
+    let trained = repeat(2, team.seconds, || -> Result<(), BenchError> {
+        scores = score_for_training(&team.threads, team.isa, &forward, &all, &mut d_x);
+        let gradient = Gradient { forward, softmax: &scores.softmax, summed: &all, g: &g };
+        score_vjp(&team.threads, team.isa, &gradient, &mut d_x, None);
+        Ok(())
+    })?;
+    let gradient = Gradient { forward, softmax: &scores.softmax, summed: &none, g: &g };
     let back = repeat(2, team.seconds, || -> Result<(), BenchError> {
         score_vjp(&team.threads, team.isa, &gradient, &mut d_x, None);
         Ok(())
@@ -70,6 +77,8 @@ pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures,
         rows,
         score_s: scored.min_s,
         score_gflop_s: flops / scored.min_s / 1e9,
+        trained_s: trained.min_s,
+        trained_gflop_s: 2.0 * flops / trained.min_s / 1e9,
         backward_s: back.min_s,
         backward_gflop_s: 2.0 * flops / back.min_s / 1e9,
         choose_s: chosen.min_s,
