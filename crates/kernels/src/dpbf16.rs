@@ -12,7 +12,7 @@ pub(super) mod tests;
 use std::ops::Range;
 
 use super::gemm::Job;
-use super::gemm::pairs::{self, Block, Multiply, ROWS};
+use super::gemm::pairs::{self, Block, Multiply};
 use super::gemm::product::Scratch;
 use super::pack::PackedMatrix;
 pub(super) use calibration::{gain, refused};
@@ -33,8 +33,6 @@ impl Multiply for Dpbf16 {
         match rows {
             // One group of rows: a single block, since the weights are read only once anyway.
             0..=kernels::ROWS => usize::MAX / 2,
-            // The block and the prefetched next one stay in the first-level cache.
-            _ if rows <= ROWS => 128,
             _ => Self::DEEP,
         }
     }

@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::ops::Range;
 
 use super::super::gemm::pairs::{Block, ROWS as TILE, TILE_BYTES};
-use super::super::gemm::tile::prefetch;
+use super::super::gemm::tile::{prefetch, prefetch_further};
 use super::super::pack::{CodeBlock, PANEL, PackedMatrix, each_line};
 
 /// Maximum number of rows in a group. The 16 independent sums of 8 rows hide the latency of the instruction.
@@ -17,6 +17,9 @@ const PAIR_BYTES: usize = PANEL * 4;
 const WEIGHT_BYTES: usize = 16 * PAIR_BYTES;
 /// Number of bytes that a sequential read of weights is prefetched ahead.
 const PREFETCH_DISTANCE: usize = 4096;
+/// Number of bytes beyond a prefetched address from which weights are fetched into the second-level cache: the first-level
+/// cache alone does not have enough reads in flight to keep up with the memory.
+const FURTHER: usize = 8192;
 /// Number of bytes in a cache line.
 const LINE: usize = 64;
 
@@ -106,6 +109,7 @@ unsafe fn group<const MR: usize, const FETCH: usize>(group: &Group) {
             for pair in 0..16 {
                 for _ in 0..FETCH {
                     prefetch(fetch);
+                    prefetch_further(fetch.wrapping_add(FURTHER));
                     fetch = fetch.wrapping_add(LINE);
                 }
                 let weights = w.add(pair * PAIR_BYTES);

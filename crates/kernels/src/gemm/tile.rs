@@ -249,6 +249,15 @@ pub(in super::super) fn prefetch<T>(at: *const T) {
     let _ = at;
 }
 
+/// Fetches a cache line into the second-level cache.
+#[cfg(target_arch = "x86_64")]
+pub(in super::super) fn prefetch_further<T>(at: *const T) {
+    // Safety: a prefetch has no effect on memory; SSE is part of the architecture.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(at.cast());
+    }
+}
+
 /// Number of words ahead of the current ones at which weights are prefetched.
 pub(in super::super) const AHEAD: usize = 768;
 
