@@ -246,8 +246,7 @@ impl BlockValues {
         }
     }
 
-    /// Whether a completion is trained without a gradient, whatever its new log-probs are. False while its advantage is
-    /// unknown.
+    /// Whether a completion has no gradient whatever its new log-probs are. False while its advantage is unknown.
     pub fn is_idle(&self, row: usize, loss: &LossConfig) -> bool {
         let advantage = (row < self.results.advantages.len()).then(|| self.advantage(row));
         loss.is_idle(self.included[row] && !self.dropped[row], advantage)

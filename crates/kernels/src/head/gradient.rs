@@ -22,7 +22,7 @@ use super::{
 pub struct Forward<'a> {
     /// The input rows, `[rows, hidden]`, already normed.
     pub x: &'a [f32],
-    /// The language-model head.
+    /// The head; its weights are `[vocabulary, hidden]`.
     pub head: Head<'a>,
     /// The target token of each row.
     pub targets: &'a [u32],
@@ -205,8 +205,8 @@ struct Block<'a> {
 }
 
 impl Block<'_> {
-    /// Goes through the vocabulary once. The sums are relative to the largest logit so far, and are scaled down when a
-    /// larger one follows.
+    /// Goes through the vocabulary once. The sums are relative to the largest logit so far, and a larger one scales them
+    /// down when it follows.
     fn sum(self, isa: Isa, head: Head<'_>, t: f32, logits: &mut Vec<f32>, sums: &mut Vec<f32>) {
         let (weight, rows, k) = (head.weight, self.targets.len(), head.weight.k());
         let chunks = weight.n().div_ceil(CHUNK);
