@@ -10,7 +10,7 @@ use super::threads::{Shared, Threads};
 use codes::Codes;
 #[cfg(target_arch = "x86_64")]
 pub(super) use codes::{
-    CodeBlock, CodeRun, EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, Take, Values, each_line, each_pair, widened,
+    CodeRun, EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, Take, Values, each_line, each_pair, widened,
 };
 pub(super) use codes::{EXPAND_PORTABLE, Expand};
 
@@ -241,12 +241,6 @@ impl PackedMatrix {
         // Safety: the caller guarantees the instructions, and the buffer has room for the inputs.
         unsafe { codes.expand(expand, panel, inputs, self.dtype, room.as_mut_ptr().cast()) };
         room.as_ptr().cast()
-    }
-
-    /// Passes the blocks of a panel's 4-bit codes to `f`, see [`Codes::each_exact_block`]. Returns whether there are such codes.
-    #[cfg(target_arch = "x86_64")]
-    pub(super) fn each_exact_block(&self, panel: usize, inputs: Range<usize>, f: impl FnMut(&CodeBlock<'_>)) -> bool {
-        self.codes.as_ref().is_some_and(|codes| codes.each_exact_block(panel, inputs, f))
     }
 
     /// Whether [`PackedMatrix::code_run`] gives a panel's codes.

@@ -4,9 +4,9 @@ use std::arch::x86_64::*;
 use std::hint::black_box;
 use std::ops::Range;
 
-use super::super::gemm::pairs::{Block, ROWS as TILE, TILE_BYTES};
+use super::super::gemm::pairs::{Block, ROWS as TILE, STEPS, TILE_BYTES};
 use super::super::gemm::tile::{prefetch, prefetch_further};
-use super::super::pack::{CodeBlock, PANEL, PackedMatrix, each_line};
+use super::super::pack::{CodeRun, PANEL, PackedMatrix, each_line};
 
 /// Maximum number of rows in a group. The 16 independent sums of 8 rows hide the latency of the instruction.
 pub(super) const ROWS: usize = 8;
@@ -133,7 +133,7 @@ unsafe fn group<const MR: usize, const FETCH: usize>(group: &Group) {
     }
 }
 
-/// The arguments of a kernel that multiplies codes: where its sums are, and the inputs of the block's first step.
+/// The arguments of a kernel that multiplies codes: where its sums are, and the inputs of the first step.
 struct Sums {
     inputs: *const u8,
     from: *const f32,
@@ -142,7 +142,7 @@ struct Sums {
     to_stride: usize,
 }
 
-type CodesKernel = unsafe fn(&Sums, &CodeBlock<'_>);
+type CodesKernel = unsafe fn(&Sums, &CodeRun<'_>);
 
 macro_rules! codes_kernels {
     ($($rows:literal)*) => { [$(codes::<$rows>,)*] };
@@ -154,18 +154,16 @@ const CODES_KERNELS: [CodesKernel; ROWS] = codes_kernels!(1 2 3 4 5 6 7 8);
 /// # Safety
 /// The machine has AVX512-BF16, and the pointers are valid for all rows and steps.
 pub(super) unsafe fn multiply_codes(block: &Block, weight: &PackedMatrix, panel: usize, steps: Range<usize>) -> bool {
+    let Some(run) = weight.code_run(panel, steps) else { return false };
     let (from, from_stride, to) = block.place(0);
-    let mut sums = Sums { inputs: block.inputs, from, from_stride, to: to.at, to_stride: to.stride };
-    weight.each_exact_block(panel, steps, |codes| {
-        // Safety: the caller guarantees what this `unsafe fn` requires.
-        unsafe { CODES_KERNELS[block.rows - 1](&sums, codes) };
-        sums.inputs = sums.inputs.wrapping_add(codes.lines.len() / 8 * TILE_BYTES);
-        (sums.from, sums.from_stride) = (sums.to.cast_const(), sums.to_stride);
-    })
+    let sums = Sums { inputs: block.inputs, from, from_stride, to: to.at, to_stride: to.stride };
+    // Safety: the caller guarantees what this `unsafe fn` requires.
+    unsafe { CODES_KERNELS[block.rows - 1](&sums, &run) };
+    true
 }
 
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn codes<const MR: usize>(sums: &Sums, block: &CodeBlock<'_>) {
+unsafe fn codes<const MR: usize>(sums: &Sums, run: &CodeRun<'_>) {
     // Safety: the caller guarantees the pointers.
     unsafe {
         let mut acc = [[_mm512_setzero_ps(); 2]; MR];
@@ -176,15 +174,19 @@ unsafe fn codes<const MR: usize>(sums: &Sums, block: &CodeBlock<'_>) {
             }
         }
         let narrow = |low, high| std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
-        each_line(block, narrow, |group, half, step, words| {
-            // Two groups of 16 inputs are one block of 32 steps of the packed inputs.
-            let x = sums.inputs.add(group / 2 * TILE_BYTES + (group % 2 * 8 + step) * 4);
-            let words: __m512bh = std::mem::transmute::<__m512i, __m512bh>(words);
-            for (m, acc) in acc.iter_mut().enumerate() {
-                let x = _mm512_set1_epi32(x.add(m * ROW_BYTES).cast::<i32>().read());
-                acc[half] = _mm512_dpbf16_ps(acc[half], std::mem::transmute::<__m512i, __m512bh>(x), words);
-            }
-        });
+        let (mut blocks, mut inputs) = (run.blocks(), sums.inputs);
+        while let Some(block) = blocks.take_next() {
+            each_line(&block, narrow, |group, half, step, words| {
+                // Two groups of 16 inputs are one block of 32 steps of the packed inputs.
+                let x = inputs.add(group / 2 * TILE_BYTES + (group % 2 * 8 + step) * 4);
+                let words: __m512bh = std::mem::transmute::<__m512i, __m512bh>(words);
+                for (m, acc) in acc.iter_mut().enumerate() {
+                    let x = _mm512_set1_epi32(x.add(m * ROW_BYTES).cast::<i32>().read());
+                    acc[half] = _mm512_dpbf16_ps(acc[half], std::mem::transmute::<__m512i, __m512bh>(x), words);
+                }
+            });
+            inputs = inputs.add(block.inputs() / STEPS * TILE_BYTES);
+        }
         for (m, acc) in acc.iter().enumerate() {
             let to = sums.to.add(m * sums.to_stride);
             _mm512_storeu_ps(to, acc[0]);

@@ -57,13 +57,10 @@ unsafe fn avx512<const MR: usize>(run: &CodeRun<'_>, sums: &Sums) {
             let from = sums.from.add(m * sums.from_stride);
             add.sums[m] = [_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))];
         }
-        let mut inputs = run.inputs();
-        while !inputs.is_empty() {
-            let scales = run.scales(&inputs);
-            let block = run.first_block(&inputs, &scales);
+        let mut blocks = run.blocks();
+        while let Some(block) = blocks.take_next() {
             each_pair(&block, &mut add);
             add.x = add.x.add(block.inputs());
-            inputs.start += block.inputs();
         }
         for m in 0..MR {
             let to = sums.to.add(m * sums.to_stride);
@@ -87,10 +84,8 @@ unsafe fn avx2<const MR: usize>(run: &CodeRun<'_>, sums: &Sums) {
         }
         let mut values = Values::room();
         let mut x = sums.x;
-        let mut inputs = run.inputs();
-        while !inputs.is_empty() {
-            let scales = run.scales(&inputs);
-            let block = run.first_block(&inputs, &scales);
+        let mut blocks = run.blocks();
+        while let Some(block) = blocks.take_next() {
             Values::replace(&mut values, &block);
             for lines in block.lines.as_chunks::<NV>().0 {
                 // A group of inputs of all outputs first, so that the sums of different outputs can overlap.
@@ -110,7 +105,6 @@ unsafe fn avx2<const MR: usize>(run: &CodeRun<'_>, sums: &Sums) {
                 }
                 x = x.add(CodeRun::GROUP);
             }
-            inputs.start += block.inputs();
         }
         for (m, acc) in acc.iter().enumerate() {
             for (v, acc) in acc.iter().enumerate() {

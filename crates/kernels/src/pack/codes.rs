@@ -57,7 +57,7 @@ struct Part {
     ties: Vec<bool>,
 }
 
-/// The codes of a panel for a range of inputs (whole groups of 16), with values that [`CodeBlock`]s describe.
+/// The codes of a panel for a range of inputs (whole groups of 16).
 pub(in super::super) struct CodeRun<'c> {
     codes: &'c Codes,
     part: &'c Part,
@@ -65,26 +65,68 @@ pub(in super::super) struct CodeRun<'c> {
     inputs: Range<usize>,
 }
 
-#[cfg(target_arch = "x86_64")]
 impl CodeRun<'_> {
     /// Number of inputs in a group.
+    #[cfg(target_arch = "x86_64")]
     pub const GROUP: usize = GROUP;
 
-    /// The range of inputs.
-    pub fn inputs(&self) -> Range<usize> {
-        self.inputs.clone()
-    }
-
-    /// The scales of the first of these inputs.
-    pub fn scales(&self, inputs: &Range<usize>) -> [f32; PANEL] {
-        self.part.scales_of(self.panel, inputs.start / self.part.block)
-    }
-
-    /// The first block with equal scales, these, of a part of the inputs.
+    /// The blocks with equal scales, in order of their inputs.
     #[inline(always)]
-    pub fn first_block<'b>(&'b self, inputs: &Range<usize>, scales: &'b [f32; PANEL]) -> CodeBlock<'b> {
-        self.codes.first_block(self.part, self.panel, inputs, scales)
+    pub fn blocks(&self) -> Blocks<'_> {
+        let mut blocks = Blocks {
+            run: self,
+            inputs: self.inputs.clone(),
+            scales: [[0.0; PANEL]; 2],
+            slot: 0,
+            outer: Outer::default(),
+        };
+        blocks.find_scales(self.inputs.start, 0);
+        blocks
     }
+}
+
+/// The blocks of a run with equal scales. The scales are found one block ahead: a vector load that directly follows the stores
+/// of its values would wait until they are in the cache.
+pub(in super::super) struct Blocks<'r> {
+    run: &'r CodeRun<'r>,
+    /// The inputs of the next block and of those after it.
+    inputs: Range<usize>,
+    /// The scales of a block and of the one before or after it.
+    scales: [[f32; PANEL]; 2],
+    /// The index in `scales` of the next block.
+    slot: usize,
+    outer: Outer,
+}
+
+impl Blocks<'_> {
+    /// Returns the next block.
+    #[inline(always)]
+    pub fn take_next(&mut self) -> Option<CodeBlock<'_>> {
+        if self.inputs.is_empty() {
+            return None;
+        }
+        let CodeRun { codes, part, panel, .. } = *self.run;
+        let (inputs, slot) = (self.inputs.clone(), self.slot);
+        self.inputs.start = ((inputs.start / part.block + 1) * part.block).min(inputs.end);
+        self.slot = 1 - slot;
+        self.find_scales(self.inputs.start, self.slot);
+        Some(codes.first_block(part, panel, &inputs, &self.scales[slot]))
+    }
+
+    /// Finds the scales of the block that begins with an input, if the run has this input.
+    fn find_scales(&mut self, input: usize, slot: usize) {
+        let CodeRun { part, panel, .. } = self.run;
+        if input < self.inputs.end {
+            part.scales_of(*panel, input / part.block, &mut self.outer, &mut self.scales[slot]);
+        }
+    }
+}
+
+/// The scales of the scales of a panel's outputs, for a range of blocks of inputs in which they are the same.
+#[derive(Default)]
+struct Outer {
+    scales: [f32; PANEL],
+    blocks: Range<usize>,
 }
 
 /// The scales of the blocks as `[panel][block of inputs][32]`.
@@ -170,19 +212,16 @@ impl Codes {
             PackDtype::F32 if part.rounding == Rounding::Bf16 => expand.to_f32,
             PackDtype::F32 => expand::to_f32_plain,
         };
-        let mut groups = 0;
-        self.each_block(part, panel, inputs, |block| {
+        let (mut outer, mut scales) = (Outer::default(), [0.0; PANEL]);
+        let (mut inputs, mut groups) = (inputs, 0);
+        while !inputs.is_empty() {
+            part.scales_of(panel, inputs.start / part.block, &mut outer, &mut scales);
+            let block = self.first_block(part, panel, &inputs, &scales);
             // Safety: the caller guarantees the instructions and the room.
-            unsafe { write(block, out.add(groups * words_of_group)) };
+            unsafe { write(&block, out.add(groups * words_of_group)) };
             groups += block.lines.len() / GROUP_LINES;
-        });
-    }
-
-    /// Passes the blocks of a panel with equal scales to `f`, in order of their inputs, if instructions that convert f32 to bf16
-    /// give their values. Returns whether they do.
-    #[cfg(target_arch = "x86_64")]
-    pub(super) fn each_exact_block(&self, panel: usize, inputs: Range<usize>, f: impl FnMut(&CodeBlock<'_>)) -> bool {
-        self.run(panel, inputs.clone()).map(|run| self.each_block(run.part, panel, inputs, f)).is_some()
+            inputs.start += block.lines.len() / GROUP_LINES * GROUP;
+        }
     }
 
     /// The codes of a panel for a range of inputs, whole groups of 16, if instructions that convert f32 to bf16 give their values.
@@ -195,16 +234,6 @@ impl Codes {
         self.parts.iter().find(|part| part.panels.contains(&panel))
     }
 
-    /// Passes the blocks of a panel with equal scales to `f`, in order of their inputs.
-    fn each_block(&self, part: &Part, panel: usize, mut inputs: Range<usize>, mut f: impl FnMut(&CodeBlock<'_>)) {
-        while !inputs.is_empty() {
-            let scales = part.scales_of(panel, inputs.start / part.block);
-            let block = self.first_block(part, panel, &inputs, &scales);
-            f(&block);
-            inputs.start += block.lines.len() / GROUP_LINES * GROUP;
-        }
-    }
-
     /// The first block with equal scales, these, of a panel's inputs.
     #[inline(always)]
     fn first_block<'b>(
@@ -214,13 +243,12 @@ impl Codes {
         inputs: &Range<usize>,
         scales: &'b [f32; PANEL],
     ) -> CodeBlock<'b> {
-        let end = (inputs.start / part.block + 1) * part.block;
-        let groups = (end.min(inputs.end) - inputs.start) / GROUP;
+        let block = inputs.start / part.block;
+        let groups = (((block + 1) * part.block).min(inputs.end) - inputs.start) / GROUP;
         let at = panel * self.panel_lines + inputs.start / GROUP * GROUP_LINES;
-        let Part { table, rounding, .. } = part;
         let lines = &self.lines[at..at + groups * GROUP_LINES];
-        let has_ties = part.ties[(panel - part.panels.start) * part.blocks + inputs.start / part.block];
-        CodeBlock { lines, scales, table, rounding: *rounding, has_ties }
+        let has_ties = part.ties[(panel - part.panels.start) * part.blocks + block];
+        CodeBlock { lines, scales, table: &part.table, rounding: part.rounding, has_ties }
     }
 
     /// Address of the codes of a panel from an input on.
@@ -279,10 +307,11 @@ impl Part {
         let all = Shared::new(&mut ties);
         threads.split(self.panels.len(), |panels| {
             for panel in panels {
+                let (mut outer, mut scales) = (Outer::default(), [0.0; PANEL]);
                 // Safety: each thread writes other panels.
                 let ties = unsafe { all.part(panel * self.blocks..(panel + 1) * self.blocks) };
                 for (block, has_ties) in ties.iter_mut().enumerate() {
-                    let scales = self.scales_of(self.panels.start + panel, block);
+                    self.scales_of(self.panels.start + panel, block, &mut outer, &mut scales);
                     // Has no branch, so that it can be vectorized.
                     *has_ties = self.table.iter().fold(false, |found, of_code| {
                         scales.iter().fold(found, |found, scale| found | is_tie_toward_0(of_code * scale))
@@ -298,25 +327,36 @@ impl Part {
         self.is_normal && self.rounding == Rounding::Bf16
     }
 
-    /// The scales of a panel's outputs for a block of inputs.
-    fn scales_of(&self, panel: usize, block: usize) -> [f32; PANEL] {
+    /// Writes the scales of a panel's outputs for a block of inputs to `of_outputs`. `outer` is of the same panel, or empty.
+    fn scales_of(&self, panel: usize, block: usize, outer: &mut Outer, of_outputs: &mut [f32; PANEL]) {
         let panel = panel - self.panels.start;
         let at = (panel * self.blocks + block) * PANEL;
         match &self.scales {
-            PanelScales::Plain(scales) => scales[at..].first_chunk().copied().unwrap_or_default(),
+            PanelScales::Plain(scales) => of_outputs.copy_from_slice(&scales[at..at + PANEL]),
             PanelScales::Nested { codes, table, scales, block_log2, offset } => {
-                let codes: &[u8; PANEL] = codes[at..].first_chunk().unwrap_or(&[0; PANEL]);
-                let (first, last) = (panel * PANEL * self.blocks + block, scales.len() - 1);
-                let mut of_outputs = [0.0; PANEL];
-                for (output, (scale, code)) in of_outputs.iter_mut().zip(codes).enumerate() {
-                    // Outputs beyond the matrix may have any scale, because their codes mean the value 0.
-                    let of_code = scales[((first + output * self.blocks) >> block_log2).min(last)];
-                    let product = table[usize::from(*code)] * of_code;
+                if !outer.blocks.contains(&block) {
+                    *outer = self.outer(panel, block, scales, *block_log2);
+                }
+                let codes = &codes[at..at + PANEL];
+                for ((scale, code), outer) in of_outputs.iter_mut().zip(codes).zip(&outer.scales) {
+                    let product = table[usize::from(*code)] * outer;
                     *scale = product + offset;
                 }
-                of_outputs
             }
         }
+    }
+
+    /// Returns the scales of the scales of a panel (of this part) for a block, and the blocks after it that have the same ones.
+    fn outer(&self, panel: usize, block: usize, scales: &[f32], block_log2: u32) -> Outer {
+        let mut outer = Outer { scales: [0.0; PANEL], blocks: block..self.blocks };
+        for (output, scale) in outer.scales.iter_mut().enumerate() {
+            let code = (panel * PANEL + output) * self.blocks + block;
+            let index = code >> block_log2;
+            // Outputs beyond the matrix may have any scale, because their codes mean the value 0.
+            *scale = scales[index.min(scales.len() - 1)];
+            outer.blocks.end = outer.blocks.end.min(block + (((index + 1) << block_log2) - code));
+        }
+        outer
     }
 }
 

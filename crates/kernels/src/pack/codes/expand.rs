@@ -91,12 +91,16 @@ mod x86 {
     pub(in super::super::super::super) const EXPAND_AVX512_BF16: Expand =
         Expand { to_bf16: to_bf16_converting, to_f32: to_f32_avx512 };
 
-    /// The scales of eight outputs, each twice.
+    /// The scales of the eight outputs of each line, each twice.
     #[inline(always)]
-    unsafe fn doubled(scales: &[f32]) -> __m512 {
+    unsafe fn doubled(scales: &[f32; PANEL]) -> [__m512; GROUP_LINES] {
         unsafe {
-            let eight = _mm512_castps256_ps512(_mm256_loadu_ps(scales[..8].as_ptr()));
-            _mm512_permutexvar_ps(_mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), eight)
+            let first = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+            let last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+            std::array::from_fn(|line| {
+                let half = _mm512_loadu_ps(scales.as_ptr().add(line / 2 * LANES));
+                _mm512_permutexvar_ps(if line % 2 == 0 { first } else { last }, half)
+            })
         }
     }
 
@@ -113,7 +117,7 @@ mod x86 {
     ) {
         unsafe {
             let table = _mm512_loadu_ps(block.table.as_ptr());
-            let scales: [__m512; 4] = std::array::from_fn(|line| doubled(&block.scales[line * 8..]));
+            let scales = doubled(block.scales);
             for (group, lines) in block.lines.as_chunks::<GROUP_LINES>().0.iter().enumerate() {
                 let mut codes: [__m512i; 4] =
                     std::array::from_fn(|line| _mm512_load_si512(lines[line].0.as_ptr().cast()));
