@@ -3,7 +3,7 @@ import { randomBytes } from "node:crypto";
 import { WORKER_TOKEN } from "./server.mjs";
 
 /** The version of the worker protocol, as in the server. */
-const PROTOCOL = 12;
+const PROTOCOL = 13;
 const CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz";
 const ulid = () => `01${[...randomBytes(24)].map((byte) => CROCKFORD[byte & 31]).join("")}`;
 

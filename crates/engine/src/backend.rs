@@ -323,9 +323,8 @@ pub trait Compute: Buffers {
         Err(no_kernel("Gated DeltaNet layers"))
     }
 
-    /// Log-prob and entropy of one target per row under softmax(logits / temperature). Never holds
-    /// `[rows, vocab]` in memory. `trained` says which rows may get a gradient, so that a backend can prepare for it; the
-    /// results do not depend on it.
+    /// Log-prob and entropy of one target per row under softmax(logits / temperature). Never holds `[rows, vocab]` in memory.
+    /// A backend may sum up the gradient of the rows in `trained` now, which changes no score.
     fn score(
         &self,
         x: &Self::Tensor,

@@ -21,7 +21,7 @@ use super::scoring::BlockLogps;
 use super::update::{MicroBatching, StepGradient, step_gradient};
 use super::watch;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
-use crate::spec::Plan;
+use crate::spec::{Plan, SumOrder};
 use crate::trajectory::Trajectory;
 
 /// The outcome of an optimizer step.
@@ -150,7 +150,10 @@ fn loss_gradient(
 fn slice_gradient(run: &Run<'_>, block: &mut Block, step: u64, slice: Range<usize>) -> Result<Option<StepGradient>> {
     let (plan, loss_config) = (run.plan, LossConfig::of_plan(run.plan));
     let denominators = block.values.denominators(slice.clone(), plan);
-    let idle: Vec<bool> = slice.clone().map(|row| block.values.is_idle(row, &loss_config)).collect();
+    let second_pass: Vec<bool> = match plan.arithmetic.sums {
+        SumOrder::V1 => vec![true; slice.len()],
+        SumOrder::V2 => slice.clone().map(|row| block.values.is_idle(row, &loss_config)).collect(),
+    };
     let Block { rollout, values, .. } = block;
     let trajectories: Vec<Trajectory<'_>> = rollout.trajectories().skip(slice.start).take(slice.len()).collect();
     let sampled = plan.rollout.as_ref().and_then(|_| rollout.recorded_logps()).unwrap_or_default();
@@ -178,7 +181,7 @@ fn slice_gradient(run: &Run<'_>, block: &mut Block, step: u64, slice: Range<usiz
     let stop = || run.host.stop().is_some();
     let dropout = Some(Key::new(plan.training.seed, Stream::Dropout).with(rloo_step(run, step)));
     let micro_batching = MicroBatching { dropout, ..run.model.micro_batching };
-    step_gradient(&run.model.policy, &trajectories, &micro_batching, &idle, &mut losses, &stop)
+    step_gradient(&run.model.policy, &trajectories, &micro_batching, &second_pass, &mut losses, &stop)
 }
 
 /// The importance weight of a completion in a job with rollout servers; `None` = 1.

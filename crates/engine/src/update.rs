@@ -66,13 +66,12 @@ pub struct StepGradient {
 pub type RowLosses<'a> = dyn FnMut(Range<usize>, &[RowScore]) -> Vec<RowLoss> + 'a;
 
 /// Computes the gradient of the whole step. `losses` already include the step's single denominator, so the split
-/// changes results only by the rounding of the sum. `idle` says which rows have no gradient whatever their scores are; it may
-/// be empty. `None` if `stop` requested a stop between micro-batches.
+/// changes results only by the rounding of the sum. `second_pass` is that of [`TrainedRows`]. `None` if `stop` requested a stop between micro-batches.
 pub fn step_gradient(
     policy: &Policy,
     rows: &[Trajectory<'_>],
     batching: &MicroBatching,
-    idle: &[bool],
+    second_pass: &[bool],
     losses: &mut RowLosses<'_>,
     stop: &dyn Fn() -> bool,
 ) -> Result<Option<StepGradient>> {
@@ -91,7 +90,7 @@ pub fn step_gradient(
             Ok(gradients)
         };
         let dropout = batching.dropout.map(|key| RowDropout { key, first_row: batch.start });
-        let options = TrainedRows { dropout, idle: idle.get(batch.clone()).unwrap_or_default() };
+        let options = TrainedRows { dropout, second_pass: second_pass.get(batch.clone()).unwrap_or_default() };
         let rows = &rows[batch];
         scores.extend(policy.forward_backward_with(rows, batching.temperature, &options, &mut backward, gradient)?);
     }

@@ -18,7 +18,7 @@ use super::run::Run;
 use super::start;
 use super::update::{MicroBatching, StepGradient, step_gradient};
 use crate::event::{Event, Metrics, Phase, SamplePhase};
-use crate::spec::WarmUpPlan;
+use crate::spec::{SumOrder, WarmUpPlan};
 use crate::trajectory::Trajectory;
 
 /// The rows of a warm-up step (from 1): batches follow one another through the dataset, in another order each epoch.
@@ -108,7 +108,8 @@ fn gradient_of(run: &Run<'_>, step: u64, rows: &[u64]) -> Result<Option<StepGrad
         dropout: Some(Key::new(run.plan.training.seed, Stream::WarmUp).with(u64::MAX).with(step)),
         ..run.model.micro_batching
     };
-    step_gradient(&run.model.policy, &trajectories, &micro_batching, &[], &mut losses, &stop)
+    let second_pass = vec![run.plan.arithmetic.sums == SumOrder::V1; trajectories.len()];
+    step_gradient(&run.model.policy, &trajectories, &micro_batching, &second_pass, &mut losses, &stop)
 }
 
 /// Clips the gradient and applies it with AdamW, unless loss or gradient is not finite.

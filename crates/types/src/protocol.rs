@@ -69,7 +69,7 @@ pub use models::ModelFiles;
 pub use rewards::*;
 
 /// Version of this protocol, including the plan. See "Protocol version" above for when to increment it.
-pub const PROTOCOL: u32 = 12;
+pub const PROTOCOL: u32 = 13;
 
 /// Idle timeout of a transfer between server and worker, on either side: the transfer ends when no byte has arrived for this long.
 /// Its total duration is not limited.

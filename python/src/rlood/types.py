@@ -349,7 +349,7 @@ class Failure(_FailureRequired, total=False):
 
 SplitRule = Literal["row_number", "prompt_hash"]
 
-SumOrder = Literal["v1"]
+SumOrder = Literal["v1", "v2"]
 
 TieRule = Literal["std", "equal"]
 

@@ -38,7 +38,7 @@ pub struct Decoder<B: Compute> {
 
 /// A loss over the scored tokens of a batch.
 pub struct TargetLoss<'l> {
-    /// Whether a target's gradient can differ from 0, one entry per target.
+    /// Whether the head sums up a target's gradient as it scores it, one entry per target.
     pub trained: &'l [bool],
     /// Maps the new log-probs to dL/dlogp, one value per target.
     pub gradient: &'l mut dyn FnMut(&[TokenScore]) -> Result<Vec<f32>>,

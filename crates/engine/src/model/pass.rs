@@ -108,15 +108,16 @@ pub struct RowDropout {
 pub struct TrainedRows<'a> {
     /// The random key of the adapter's dropout; `None` = no dropout.
     pub dropout: Option<RowDropout>,
-    /// The rows whose loss has no gradient, whatever their log-probs are; may be shorter than the rows. These rows cost less.
-    pub idle: &'a [bool],
+    /// The rows that the head only scores at first. A gradient of theirs takes a second pass over the vocabulary, whose last
+    /// bits differ; without one they cost less. May be shorter than the rows.
+    pub second_pass: &'a [bool],
 }
 
 impl TrainedRows<'_> {
-    /// Whether each model token of the rows can get a gradient.
+    /// Whether the head sums up the gradient of each model token of the rows as it scores them.
     pub fn targets(&self, rows: &[Trajectory<'_>]) -> Vec<bool> {
-        let is_trained = |row: usize| !self.idle.get(row).copied().unwrap_or(false);
-        let of_row = |(index, row): (usize, &Trajectory<'_>)| vec![is_trained(index); row.num_model_tokens()];
+        let is_summed = |row: usize| !self.second_pass.get(row).copied().unwrap_or(false);
+        let of_row = |(index, row): (usize, &Trajectory<'_>)| vec![is_summed(index); row.num_model_tokens()];
         rows.iter().enumerate().flat_map(of_row).collect()
     }
 }

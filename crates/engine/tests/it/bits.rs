@@ -255,7 +255,7 @@ fn backward(policy: &Policy, rows: &[Trajectory<'_>], first_row: usize, gradient
     let g = weights(rows, first_row);
     let dropout = Some(RowDropout { key: Key::new(5, Stream::Dropout).with(1), first_row });
     policy
-        .forward_backward_with(rows, 0.8, &TrainedRows { dropout, idle: &[] }, &mut |_| Ok(g.clone()), gradient)
+        .forward_backward_with(rows, 0.8, &TrainedRows { dropout, second_pass: &[] }, &mut |_| Ok(g.clone()), gradient)
         .unwrap()
 }
 

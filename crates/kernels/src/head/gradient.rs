@@ -2,7 +2,9 @@
 //!
 //! With softmax p and the weights W of the tokens, dL/dx = g / temperature · (W_target − Σ p·W): the sum depends on no
 //! loss. [`score_for_training`] therefore computes it from the logits of the scores, as attention computes its output; a loss
-//! only multiplies it later. The target's share of the sum is left out, so that 1 − p of a probable target is exact.
+//! only multiplies it later. The target's share of the sum is left out, so that 1 − p of a probable target is exact. A row
+//! whose sum was not computed gets its gradient from a second pass over the vocabulary, as all rows did in rlood 0.1; the two
+//! ways differ in the last bits.
 
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -72,8 +74,8 @@ pub fn score_for_training(
 }
 
 /// Turns the sums of [`score_for_training`] into d_x `[rows, hidden]` = dL/dx, in place; adds dL/dweight to d_weight
-/// `[vocab, hidden]` if requested. Rows that were not summed are summed now. The sums are chains over the vocabulary and
-/// over the rows, in order.
+/// `[vocab, hidden]` if requested. Rows that were not summed get their gradient from a second pass over the vocabulary. All
+/// sums are chains over the vocabulary and over the rows, in order.
 pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut [f32], d_weight: Option<&mut [f32]>) {
     let Gradient { forward, softmax, summed, g } = *gradient;
     let weight = forward.head.weight;
@@ -83,26 +85,32 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
         softmax.len() == rows && summed.len() == rows && g.len() == rows,
         "each row must have a softmax, a gradient, and either sums or none"
     );
-    Selected::new(&forward, |row| g[row] != 0.0 && !summed[row]).score_and_sum(threads, isa, d_x);
     let t = factor(forward.temperature);
     each_row(threads, d_x, k, |row, d_x| match g[row] {
-        0.0 => d_x.fill(0.0),
-        g => finish(forward.head, forward.targets[row], (g * t, t), &softmax[row], d_x),
+        g if g != 0.0 && summed[row] => finish(forward.head, forward.targets[row], (g * t, t), &softmax[row], d_x),
+        _ => d_x.fill(0.0),
     });
+    let second_pass = |is_selected: &dyn Fn(usize) -> bool, f: &mut dyn FnMut(&SecondPass<'_>)| {
+        let selected = Selected::new(&forward, |row| g[row] != 0.0 && is_selected(row));
+        if selected.rows.is_empty() || k == 0 {
+            return;
+        }
+        let of_row = |row: &usize| Line {
+            row: *row,
+            target: forward.targets[*row] as usize,
+            largest: softmax[*row].largest,
+            c: (-f64::from(g[*row]) * f64::from(t) / softmax[*row].sum) as f32,
+            at_target: g[*row] * t,
+        };
+        let lines: Vec<Line> = selected.rows.iter().map(of_row).collect();
+        with_shared_inputs(threads, isa, &selected.x, lines.len(), weight, |shared_inputs| {
+            f(&SecondPass { isa, x: &selected.x, shared_inputs, head: forward.head, lines: &lines, t });
+        });
+    };
+    second_pass(&|row| !summed[row], &mut |pass| pass.inputs(threads, d_x));
     let Some(d_weight) = d_weight else { return };
     assert_eq!(d_weight.len(), weight.n() * k, "the weight of the output layer and its gradient differ in shape");
-    let selected = Selected::new(&forward, |row| g[row] != 0.0);
-    let of_row = |row: &usize| Line {
-        target: forward.targets[*row] as usize,
-        largest: softmax[*row].largest,
-        c: (-f64::from(g[*row]) * f64::from(t) / softmax[*row].sum) as f32,
-        at_target: g[*row] * t,
-    };
-    let lines: Vec<Line> = selected.rows.iter().map(of_row).collect();
-    with_shared_inputs(threads, isa, &selected.x, lines.len(), weight, |shared_inputs| {
-        let job = Weights { isa, x: &selected.x, shared_inputs, head: forward.head, lines: &lines, t };
-        job.add_to(threads, d_weight);
-    });
+    second_pass(&|_| true, &mut |pass| pass.weights(threads, d_weight));
 }
 
 /// Computes dL/dx of a row in place, from Σ e^(logit / temperature − largest)·weight of all tokens but the target.
@@ -164,9 +172,7 @@ impl<'a> Selected<'a> {
         let mut table = vec![Cell::default(); count * chunks];
         let mut target_logits = vec![0f32; count];
         let (cells, logits, sums) = (Shared::new(&mut table), Shared::new(&mut target_logits), Shared::new(sums));
-        // The number of blocks may depend on the threads: the division does not affect the sums.
-        let blocks = count.div_ceil(MOST_ROWS).next_multiple_of(threads.count()).max(1);
-        let at_once = count.div_ceil(blocks).next_multiple_of(16).max(16);
+        let at_once = rows_at_once(count, threads);
         let work = 2 * count * weight.n() * weight.k() / 16;
         with_shared_inputs(threads, isa, &self.x, count, weight, |shared_inputs| {
             take_turns(threads, count.div_ceil(at_once), work, |block| {
@@ -230,7 +236,7 @@ impl Block<'_> {
                     sums[row * k..(row + 1) * k].iter_mut().for_each(|sum| *sum *= shrink);
                     largest[row] = cell.scaled(t);
                 }
-                soften(isa, values, width, (t, largest[row], 1.0), head.softcap);
+                soften(isa, values, width, (t, largest[row], 1.0), None, head.softcap);
                 if let Some(at) = at_target {
                     values[at] = 0.0;
                 }
@@ -242,8 +248,9 @@ impl Block<'_> {
     }
 }
 
-/// A row with a gradient of the weights.
+/// A row whose gradient dL/dlogp is not 0.
 struct Line {
+    row: usize,
     target: usize,
     largest: f32,
     /// The factor −g / temperature, divided by the sum of exponentials.
@@ -252,10 +259,10 @@ struct Line {
     at_target: f32,
 }
 
-/// The gradient of the weights, whose logits are computed again.
-struct Weights<'a> {
+/// Gradients from logits that are computed again.
+struct SecondPass<'a> {
     isa: Isa,
-    /// The input rows with a gradient, `[lines, hidden]`.
+    /// The input rows of the lines, `[lines, hidden]`.
     x: &'a [f32],
     shared_inputs: SharedInputs,
     head: Head<'a>,
@@ -263,12 +270,42 @@ struct Weights<'a> {
     t: f32,
 }
 
-impl Weights<'_> {
-    fn add_to(&self, threads: &Threads, d_weight: &mut [f32]) {
+impl SecondPass<'_> {
+    /// Number of multiply-adds, in vectors.
+    fn work(&self) -> usize {
+        2 * self.lines.len() * self.head.weight.n() * self.head.weight.k() / 16
+    }
+
+    /// Writes dL/dx of the lines to their rows of `d_x`.
+    fn inputs(&self, threads: &Threads, d_x: &mut [f32]) {
+        let (weight, lines, k) = (self.head.weight, self.lines, self.head.weight.k());
+        let at_once = rows_at_once(lines.len(), threads);
+        let d_x = Shared::new(d_x);
+        take_turns(threads, lines.len().div_ceil(at_once), self.work(), |block| {
+            let first = block * at_once;
+            let block = &lines[first..(first + at_once).min(lines.len())];
+            SCRATCH.with_borrow_mut(|(logits, sums)| {
+                sums.clear();
+                sums.resize(block.len() * k, 0.0);
+                for chunk in 0..weight.n().div_ceil(CHUNK) {
+                    let dy = self.d_logits(first, block, chunk, logits);
+                    let out = Output { y: sums, stride: k, rows: block.len(), add: true };
+                    let panels = chunk * CHUNK_PANELS..((chunk + 1) * CHUNK_PANELS).min(weight.panels());
+                    backward_panels(self.isa, weight, panels, dy, out);
+                }
+                for (line, sums) in block.iter().zip(sums.chunks_exact(k)) {
+                    // Safety: each row of d_x belongs to one block of rows.
+                    unsafe { d_x.part(line.row * k..(line.row + 1) * k) }.copy_from_slice(sums);
+                }
+            });
+        });
+    }
+
+    /// Adds dL/dweight to `d_weight`.
+    fn weights(&self, threads: &Threads, d_weight: &mut [f32]) {
         let (n, k) = (self.head.weight.n(), self.head.weight.k());
         let d_weight = Shared::new(d_weight);
-        let work = 2 * self.lines.len() * n * k / 16;
-        take_turns(threads, n.div_ceil(CHUNK), work, |chunk| {
+        take_turns(threads, n.div_ceil(CHUNK), self.work(), |chunk| {
             SCRATCH.with_borrow_mut(|(logits, _)| {
                 for (index, block) in self.lines.chunks(ROWS_AT_ONCE).enumerate() {
                     let first = index * ROWS_AT_ONCE;
@@ -290,27 +327,38 @@ impl Weights<'_> {
         let inputs = (&self.x[first * k..], self.shared_inputs.starting_at(first), block.len());
         compute(self.isa, inputs, self.head, chunk..chunk + 1, logits);
         for (line, values) in block.iter().zip(logits.chunks_exact_mut(CHUNK)) {
-            let at_target = (line.target / CHUNK == chunk).then(|| {
-                let logit = values[line.target % CHUNK];
-                line.at_target * self.head.softcap.map_or(1.0, |softcap| slope(logit, softcap))
-            });
-            soften(self.isa, values, width, (self.t, line.largest, line.c), self.head.softcap);
-            if let Some(at_target) = at_target {
-                values[line.target % CHUNK] += at_target;
-            }
+            let at_target = (line.target / CHUNK == chunk).then_some((line.target % CHUNK, line.at_target));
+            soften(self.isa, values, width, (self.t, line.largest, line.c), at_target, self.head.softcap);
         }
         Rows { values: logits, width, stride: CHUNK }
     }
 }
 
-/// Replaces the first `width` logits of a chunk by c·e^(logit·t − largest), times the slope of the soft cap.
-fn soften(isa: Isa, logits: &mut [f32], width: usize, (t, largest, c): (f32, f32, f32), softcap: Option<f32>) {
+/// Number of rows of a block. It may depend on the threads: the division does not affect the sums.
+fn rows_at_once(rows: usize, threads: &Threads) -> usize {
+    let blocks = rows.div_ceil(MOST_ROWS).next_multiple_of(threads.count()).max(1);
+    rows.div_ceil(blocks).next_multiple_of(16).max(16)
+}
+
+/// Replaces the first `width` logits of a chunk by c·e^(logit·t − largest), adds a value to one of them, and multiplies by the
+/// slope of the soft cap.
+fn soften(
+    isa: Isa,
+    logits: &mut [f32],
+    width: usize,
+    (t, largest, c): (f32, f32, f32),
+    add: Option<(usize, f32)>,
+    softcap: Option<f32>,
+) {
     let mut capped = [0f32; CHUNK];
     if softcap.is_some() {
         capped[..width].copy_from_slice(&logits[..width]);
     }
     // Safety: the slice consists of whole vectors.
     unsafe { exponentials(isa, &mut logits[..width.next_multiple_of(PAD)], t, largest, c) };
+    if let Some((at, value)) = add {
+        logits[at] += value;
+    }
     if let Some(softcap) = softcap {
         logits.iter_mut().zip(&capped[..width]).for_each(|(d, value)| *d *= slope(*value, softcap));
     }

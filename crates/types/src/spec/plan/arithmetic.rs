@@ -28,7 +28,7 @@ impl Arithmetic {
     pub const LATEST: Self = Self {
         split: SplitRule::PromptHash,
         ties: TieRule::Equal,
-        sums: SumOrder::V1,
+        sums: SumOrder::V2,
         warm_up: WarmUpRule::EvaluatedAndJudged,
     };
 
@@ -65,9 +65,11 @@ pub enum TieRule {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SumOrder {
-    /// The order of rlood 0.1, which is the only one so far.
+    /// The order of rlood 0.1: the gradient of the language-model head takes a second pass over the vocabulary.
     #[default]
     V1,
+    /// The pass that computes the log-probs also sums up this gradient, on the CPU.
+    V2,
 }
 
 /// Which rows of its dataset the warm-up leaves out.
@@ -89,13 +91,13 @@ mod tests {
     #[test]
     fn absent_rules_are_those_of_the_first_version_and_unknown_ones_are_refused() {
         assert_eq!(serde_json::from_value::<Arithmetic>(json!({})).unwrap(), Arithmetic::FIRST);
-        let latest = json!({"split": "prompt_hash", "ties": "equal", "sums": "v1", "warm_up": "evaluated_and_judged"});
+        let latest = json!({"split": "prompt_hash", "ties": "equal", "sums": "v2", "warm_up": "evaluated_and_judged"});
         assert_eq!(serde_json::to_value(Arithmetic::LATEST).unwrap(), latest);
         assert_eq!(serde_json::from_value::<Arithmetic>(latest).unwrap(), Arithmetic::LATEST);
-        // A plan that was stored before this rule existed keeps the rows of its warm-up.
+        // A plan that was stored before these rules existed keeps the rows of its warm-up and its sums.
         let stored = json!({"split": "prompt_hash", "ties": "equal", "sums": "v1"});
         assert_eq!(serde_json::from_value::<Arithmetic>(stored).unwrap().warm_up, WarmUpRule::Evaluated);
-        for later in [json!({"ties": "nearly"}), json!({"rounding": "up"}), json!({"sums": "v2"})] {
+        for later in [json!({"ties": "nearly"}), json!({"rounding": "up"}), json!({"sums": "v3"})] {
             assert!(serde_json::from_value::<Arithmetic>(later.clone()).is_err(), "{later}");
         }
     }
