@@ -65,8 +65,9 @@ pub struct StepGradient {
 /// A function that computes the losses of a range of rows from their current scores.
 pub type RowLosses<'a> = dyn FnMut(Range<usize>, &[RowScore]) -> Vec<RowLoss> + 'a;
 
-/// Computes the gradient of the whole step. `losses` already include the step's single denominator, so the split
-/// changes results only by the rounding of the sum. `second_pass` is that of [`TrainedRows`]. `None` if `stop` requested a stop between micro-batches.
+/// Computes the gradient of the whole step. `losses` already include the step's single denominator, so the split changes
+/// results only by the rounding of the sum. `second_pass` is that of [`TrainedRows`]. `None` if `stop` requested a stop between
+/// micro-batches: then the step begins again later.
 pub fn step_gradient(
     policy: &Policy,
     rows: &[Trajectory<'_>],

@@ -1,5 +1,7 @@
 //! The CPU backend: weights are packed once, and a team of threads shares every operation. The result for a row has the
 //! same bits whatever the other rows, the number of threads or the pass.
+//!
+//! Longer than 500 lines: it implements each operation of one interface.
 
 mod attention;
 mod delta;

@@ -58,6 +58,7 @@ struct Part {
 }
 
 /// The codes of a panel for a range of inputs (whole groups of 16).
+#[cfg(target_arch = "x86_64")]
 pub(in super::super) struct CodeRun<'c> {
     codes: &'c Codes,
     part: &'c Part,
@@ -65,9 +66,9 @@ pub(in super::super) struct CodeRun<'c> {
     inputs: Range<usize>,
 }
 
+#[cfg(target_arch = "x86_64")]
 impl CodeRun<'_> {
     /// Number of inputs in a group.
-    #[cfg(target_arch = "x86_64")]
     pub const GROUP: usize = GROUP;
 
     /// The blocks with equal scales, in order of their inputs.
@@ -87,6 +88,7 @@ impl CodeRun<'_> {
 
 /// The blocks of a run with equal scales. The scales are found one block ahead: a vector load that directly follows the stores
 /// of its values would wait until they are in the cache.
+#[cfg(target_arch = "x86_64")]
 pub(in super::super) struct Blocks<'r> {
     run: &'r CodeRun<'r>,
     /// The inputs of the next block and of those after it.
@@ -98,6 +100,7 @@ pub(in super::super) struct Blocks<'r> {
     outer: Outer,
 }
 
+#[cfg(target_arch = "x86_64")]
 impl Blocks<'_> {
     /// Returns the next block.
     #[inline(always)]
@@ -212,6 +215,7 @@ impl Codes {
             PackDtype::F32 if part.rounding == Rounding::Bf16 => expand.to_f32,
             PackDtype::F32 => expand::to_f32_plain,
         };
+        // Without `Blocks`: for the few blocks that are expanded at a time, finding scales ahead costs more than it saves.
         let (mut outer, mut scales) = (Outer::default(), [0.0; PANEL]);
         let (mut inputs, mut groups) = (inputs, 0);
         while !inputs.is_empty() {
@@ -225,6 +229,7 @@ impl Codes {
     }
 
     /// The codes of a panel for a range of inputs, whole groups of 16, if instructions that convert f32 to bf16 give their values.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn run(&self, panel: usize, inputs: Range<usize>) -> Option<CodeRun<'_>> {
         let part = self.part(panel).filter(|part| part.is_exact())?;
         Some(CodeRun { codes: self, part, panel, inputs })
