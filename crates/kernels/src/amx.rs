@@ -3,6 +3,7 @@
 //! Sources: Intel's manual (volume 1, chapter 18; volume 2, TDPBF16PS); for
 //! the permission, Linux's `ARCH_REQ_XCOMP_PERM`.
 
+mod codes;
 mod few;
 mod permission;
 #[cfg(all(test, target_os = "linux"))]
@@ -45,12 +46,17 @@ impl Multiply for Amx {
     }
 
     unsafe fn multiply_few(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: Range<usize>, sums: *mut f32) -> bool {
-        let takes = few::takes(parts);
-        if takes {
-            // Safety: the caller guarantees what this `unsafe fn` requires.
-            unsafe { few::product(parts, rows, panels, sums) };
+        // Safety: the caller guarantees what this `unsafe fn` requires.
+        unsafe {
+            if few::takes(parts) {
+                few::product(parts, rows, panels, sums);
+            } else if codes::takes(parts, &panels) {
+                codes::product(parts, rows, panels, sums);
+            } else {
+                return false;
+            }
         }
-        takes
+        true
     }
 }
 
@@ -59,7 +65,7 @@ impl Multiply for Amx {
 /// # Safety
 /// The machine has AMX; otherwise as for [`pairs::product`].
 pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
-    configure();
+    configure(ROWS);
     // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe { pairs::product::<Amx>(jobs, scratch, rows, panels) };
 }
@@ -72,7 +78,7 @@ pub(super) const PEAK_FLOPS: usize = 4 * 2 * ROWS * ROWS * STEPS;
 /// # Safety
 /// The machine has AMX.
 pub(super) unsafe fn peak(steps: usize) -> f32 {
-    configure();
+    configure(ROWS);
     // Safety: the caller guarantees that the machine has AMX; only registers are used.
     unsafe {
         std::arch::asm!(

@@ -10,7 +10,7 @@ use super::threads::{Shared, Threads};
 use codes::Codes;
 #[cfg(target_arch = "x86_64")]
 pub(super) use codes::{
-    CodeRun, EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, Take, Values, each_line, each_pair, widened,
+    CodeBlock, CodeRun, EXPAND_AVX2, EXPAND_AVX512, EXPAND_AVX512_BF16, Take, Values, each_line, each_pair, widened,
 };
 pub(super) use codes::{EXPAND_PORTABLE, Expand};
 

@@ -68,11 +68,12 @@ fn check() -> Option<&'static str> {
 }
 
 thread_local! {
-    /// Whether this thread has configured its AMX tiles. No other code in the process configures tiles.
-    static CONFIGURED: Cell<bool> = const { Cell::new(false) };
+    /// The number of columns for which this thread has configured its AMX tiles; 0 before the first time. No other code in the
+    /// process configures tiles.
+    static CONFIGURED: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The shapes of the AMX tiles, as `ldtilecfg` reads them: each has 16 rows of 64 bytes.
+/// The shapes of the AMX tiles, as `ldtilecfg` reads them: see [`configure`].
 #[repr(C, align(64))]
 struct Configuration {
     palette: u8,
@@ -82,16 +83,20 @@ struct Configuration {
     rows: [u8; 16],
 }
 
-/// Configures the shapes of this thread's AMX tiles, once.
-pub(super) fn configure() {
+/// Configures the shapes of this thread's AMX tiles, if they are others: 16 rows of 64 bytes, but tiles 0, 1 and 6 have only this many
+/// columns of 4 bytes, for products with [`super::codes`].
+pub(super) fn configure(columns: usize) {
     const TILES: usize = 8;
-    if CONFIGURED.replace(true) {
+    if CONFIGURED.replace(columns) == columns {
         return;
     }
     let mut configuration =
         Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
     configuration.row_bytes[..TILES].fill(64);
     configuration.rows[..TILES].fill(ROWS as u8);
+    for tile in [0, 1, 6] {
+        configuration.row_bytes[tile] = 4 * columns as u16;
+    }
     // Safety: the machine has AMX tiles.
     unsafe { std::arch::asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, readonly)) };
 }

@@ -99,6 +99,9 @@ unsafe fn tile_portable<const MR: usize, const NV: usize, const BF16: bool>(tile
 }
 
 #[cfg(target_arch = "x86_64")]
+pub(in super::super) use x86::transpose as transpose_words;
+
+#[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;
 
@@ -179,7 +182,7 @@ mod x86 {
 
     /// Transposes 16 × 16 words in registers.
     #[inline(always)]
-    unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
+    pub(in super::super::super) unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
         unsafe {
             let mut a = r;
             for i in 0..8 {

@@ -90,19 +90,25 @@ fn codes_give_the_bits_of_their_values() {
                 let most = if matches!(kind, (_, How::Nested, Rounding::Bf16)) { 300 } else { 40 };
                 for rows in [1, 2, 3, 4, 8, 16, most] {
                     let (x, dy) = (random(rows * k, 3), random(rows * n, 5));
-                    let product = |weight: &PackedMatrix, side: Side| {
+                    let bias = random(n, 9);
+                    let product = |weight: &PackedMatrix, side: Side, add: bool, bias: Option<&[f32]>| {
                         let (x, width, depth) = if side == Side::Forward { (&x, n, k) } else { (&dy, k, n) };
                         let mut y = random(rows * width, 7);
-                        let out = Output { y: &mut y, stride: width, rows, add: true };
+                        let out = Output { y: &mut y, stride: width, rows, add };
                         let term = Term { x, stride: depth, weight };
                         match side {
-                            Side::Forward => forward(&threads, isa, &[term], None, out),
+                            Side::Forward => forward(&threads, isa, &[term], bias, out),
                             Side::Backward => backward(&threads, isa, &[term], out),
                         }
                         y
                     };
-                    for side in [Side::Forward, Side::Backward] {
-                        let (found, expected) = (product(&codes, side), product(&plain, side));
+                    for (side, add, bias) in [
+                        (Side::Forward, true, None),
+                        (Side::Forward, false, None),
+                        (Side::Forward, false, Some(&bias[..])),
+                        (Side::Backward, true, None),
+                    ] {
+                        let (found, expected) = (product(&codes, side, add, bias), product(&plain, side, add, bias));
                         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<u32>>();
                         assert!(bits(&found) == bits(&expected), "{what}, {rows} rows, {side:?}: other bits");
                     }
