@@ -4,7 +4,8 @@
 //! `src/cuda/device/kernels.cu` to machine code for current GPUs, and to PTX for later ones. With `RLOOD_CUDA_STUB=1`
 //! there are no kernels and no nvcc is needed. With `cuda-emulator` the C++ compiler builds a library of the same
 //! kernels that runs them on the CPU, and no nvcc is needed either unless `RLOOD_CUDA_STUB=0` is set. With
-//! `RLOOD_EMULATOR_RACES=1` GCC builds one that detects races and is four times slower (`testing/emulator/races.cpp`).
+//! `RLOOD_EMULATOR_RACES=1` GCC builds one that detects races and is four times slower (`testing/emulator/races.cpp`). With
+//! `RLOOD_EMULATOR_STUB=1` it is not built: that is for clippy, which links nothing.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs};
@@ -21,7 +22,7 @@ fn main() {
     for folder in [DEVICE, EMULATOR] {
         println!("cargo::rerun-if-changed={folder}");
     }
-    for variable in ["RLOOD_CUDA_STUB", "NVCC", "CUDA_HOME"] {
+    for variable in ["RLOOD_CUDA_STUB", "RLOOD_EMULATOR_STUB", "NVCC", "CUDA_HOME"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     let out = out_dir();
@@ -34,7 +35,9 @@ fn main() {
         compile(&kernels);
     }
     #[cfg(feature = "cuda-emulator")]
-    emulator();
+    if env::var_os("RLOOD_EMULATOR_STUB").is_none_or(|value| value != "1") {
+        emulator();
+    }
 }
 
 fn out_dir() -> PathBuf {

@@ -67,12 +67,21 @@ async fn an_adapter_does_not_depend_on_when_a_gpu_works_or_whether_graphs_and_me
 async fn a_gpu_that_fails_ends_its_worker_and_the_next_one_goes_on_to_the_same_adapter() {
     let Some(driver) = driver() else { return };
     let change = |spec: &mut Value| spec["checkpoints"]["every_steps"] = json!(1);
-    let undisturbed = run(&driver, &[], 4, change).await;
     // The failures occur in a process's second or third step, so that each process gets one checkpoint further.
-    for failure in ["cuLaunchKernel:1900:719", "cuGraphLaunch:15:700", "cuEventSynchronize:50:700"] {
+    let failing = async |failure: &'static str| {
         let disturbed = run(&driver, &[("RLOOD_FAKE_CUDA_FAIL", failure)], 4, change).await;
         assert!(disturbed.view["attempt"].as_u64() > Some(1), "{failure}: {}", disturbed.view);
-        assert!(disturbed.adapter == undisturbed.adapter, "{failure}");
+        (failure, disturbed.adapter)
+    };
+    // All at once: each job waits for one core.
+    let (undisturbed, launch, graph, event) = tokio::join!(
+        run(&driver, &[], 4, change),
+        failing("cuLaunchKernel:1900:719"),
+        failing("cuGraphLaunch:15:700"),
+        failing("cuEventSynchronize:50:700"),
+    );
+    for (failure, adapter) in [launch, graph, event] {
+        assert!(adapter == undisturbed.adapter, "{failure}");
     }
 }
 
