@@ -100,8 +100,8 @@ impl Weights {
         Ok((values, shape))
     }
 
-    /// Reads the matrix of a linear layer and its shape. Stored 4-bit codes are not expanded. Other matrices are quantized if
-    /// [`Weights::quantized`] says so.
+    /// Reads the matrix of a linear layer and its shape. Stored 4-bit codes are not expanded. Other matrices become codes if
+    /// [`Weights::quantized`] asks for them.
     pub fn matrix(&mut self, name: &str) -> Result<(Matrix, Vec<usize>)> {
         if let Some(codes) = self.four_bit(name)? {
             return Ok((Matrix::FourBit(Box::new(codes)), self.location(name)?.shape));

@@ -217,8 +217,8 @@ impl Check {
         if got.status == 202 { self.poll_status(question, got).await } else { Ok(got) }
     }
 
-    /// Polls the `status_url` of a 202 until it has the answer, which then counts as the answer to the question. Without a `status_url` the
-    /// 202 is returned.
+    /// Polls the `status_url` of a 202 until it has the answer, which then counts as the answer to the question. A 202 without a
+    /// `status_url` is returned.
     async fn poll_status(&self, question: &Question, got: Got) -> Result<Got, String> {
         let accepted: Value = serde_json::from_slice(&got.body).unwrap_or_default();
         let Some(status_url) = accepted["status_url"].as_str() else { return Ok(got) };

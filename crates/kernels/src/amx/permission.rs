@@ -68,8 +68,7 @@ fn check() -> Option<&'static str> {
 }
 
 thread_local! {
-    /// The number of columns for which this thread has configured its AMX tiles; 0 before the first time. No other code in the
-    /// process configures tiles.
+    /// The number of columns for which this thread has configured its tiles, 0 before the first time. No other code configures tiles.
     static CONFIGURED: Cell<usize> = const { Cell::new(0) };
 }
 
