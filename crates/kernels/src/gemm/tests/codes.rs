@@ -32,7 +32,7 @@ fn matrix(n: usize, k: usize, block: usize, (table, how, rounding): ([f32; 16], 
         How::Tiny => Scales::Plain(positive(blocks, seed + 1).into_iter().map(|scale| scale * 1e-38).collect()),
         How::Odd => {
             // The fourth is halfway between two bf16, and rounds toward 0.
-            let odd = [0.0, -0.3, 1e35, 1.003_906_25, 0.7, -0.0, 1e-33, 3.0];
+            let odd = [0.0, -0.3, 1e35, 1.0 + 1.0 / 256.0, 0.7, -0.0, 1e-33, 3.0];
             let all = positive(blocks, seed + 1).into_iter().enumerate();
             Scales::Plain(all.map(|(index, scale)| if index % 5 == 0 { odd[index / 5 % 8] } else { scale }).collect())
         }
