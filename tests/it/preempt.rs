@@ -123,7 +123,7 @@ async fn a_worker_that_dies_before_it_has_done_anything_is_given_three_attempts(
             server.job_when(&job, "an attempt", |view| view["state"] == "running" && view["attempt"] == attempt).await;
         assert_eq!(view["step"], 0, "{view}");
         // Simulates a crash in a native library. The first signal only removes Rust's own handler, which waits for the fault to
-        // recur. With AMX it ends the process: the larger registers leave that handler no room on its stack.
+        // recur. With AMX it ends the process.
         let pid = server.worker_pids(1).await[0];
         signal("SEGV", pid);
         tokio::time::sleep(Duration::from_millis(20)).await;

@@ -37,7 +37,8 @@ pub(super) fn takes(parts: &Parts<'_, '_>, panels: &Range<usize>) -> bool {
         let has_exact_codes = || panels.clone().all(|panel| job.weight.has_exact_codes(panel));
         job.side == Side::Forward && (!job.weight.is_in_codes() || has_exact_codes())
     };
-    has_permutations && parts.iter().flatten().all(|(job, ..)| is_taken(job))
+    let has_codes = parts.iter().flatten().any(|(job, ..)| job.weight.is_in_codes());
+    has_codes && has_permutations && parts.iter().flatten().all(|(job, ..)| is_taken(job))
 }
 
 thread_local! {
