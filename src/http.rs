@@ -26,6 +26,7 @@ pub mod docs;
 pub mod download;
 mod environments;
 pub mod error;
+mod event_stream;
 pub mod events;
 pub mod exports;
 pub mod extract;
@@ -370,7 +371,7 @@ fn reserve_for_workers(request: &Request) -> Result<(), Problem> {
     if request.uri().path().starts_with("/worker/") {
         return Ok(());
     }
-    let asks_for_stream = events::wants_stream(request.headers());
+    let asks_for_stream = event_stream::wants_stream(request.headers());
     connection.admit(asks_for_stream).map_err(|_| {
         let code = if asks_for_stream { Code::TooManyRequests } else { Code::Overloaded };
         Problem::new(code, "all of the server's connections that are not reserved for workers are busy; try again")

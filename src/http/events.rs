@@ -1,22 +1,20 @@
 //! The events of a job, as pages or as a stream that replays and follows, and the log lines of its workers.
 
-use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName, header};
-use axum::response::sse::{self, KeepAlive, Sse};
+use axum::http::{HeaderMap, HeaderName};
+use axum::response::sse;
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde_json::{Value, json};
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::AppState;
 use super::error::{Code, Problem, ProblemBody};
+use super::event_stream::{self, Sender, ServerSentEvent, send, wants_stream};
 use super::extract::{Json, Path, Query};
 use super::list::{self, List, PageQuery, Time};
 use super::{metrics, samples, summary};
@@ -26,12 +24,6 @@ use crate::store::{EventRow, LogRow, TaskKind};
 
 /// Number of past events that a stream reads from the database at a time.
 const REPLAY_PAGE: u32 = 100;
-/// Maximum number of events that a stream buffers for a slow client.
-const BACKLOG: usize = 128;
-/// How long a client of a stream may read nothing before the server disconnects it.
-const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
-/// Interval between two keep-alive comments on a quiet stream.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// Delay after which a browser reconnects a broken stream (`retry` of the server-sent events).
 const RECONNECT: Duration = Duration::from_secs(3);
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
@@ -107,7 +99,7 @@ impl RemovedEvents {
     params(("id" = JobId, Path, description = "The job"), PageQuery,
         ("Last-Event-ID" = Option<u64>, Header, description = "The `seq` of the last event that the client has; it overrides `after`")),
     responses(
-        (status = 200, description = "A page of events, or the stream of events", content((EventPage = "application/json"), (String = "text/event-stream"))),
+        (status = 200, description = "A page of events, or the stream of events", content((EventPage = "application/json"), (ServerSentEvent = "text/event-stream"))),
         (status = 400, description = "A query parameter is not valid", body = ProblemBody),
         (status = 404, description = "There is no such job", body = ProblemBody),
         (status = 429, description = "The API key or the connection has too many open event streams; see `Retry-After`", body = ProblemBody)))]
@@ -136,28 +128,13 @@ async fn list_events(
         let removed = RemovedEvents::between(after, &rows, newest);
         return Ok(Json(EventPage { data: rows.into_iter().map(Event::from).collect(), next, removed }).into_response());
     }
-    let (sender, receiver) = mpsc::channel(BACKLOG);
+    let (sender, response) = event_stream::open();
     spawn(async move {
         if let Err(problem) = follow(&state, id, after, &sender).await {
             tracing::debug!(job = %id, detail = problem.detail(), "a client's stream of job events ended early");
         }
     });
-    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("ping"));
-    Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
-        .into_response())
-}
-
-/// Whether a client names `text/event-stream` in `Accept`. A client that accepts any type gets a JSON page instead of a stream.
-pub(super) fn wants_stream(headers: &HeaderMap) -> bool {
-    let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    accepted.flat_map(|value| value.split(',')).any(|range| {
-        let mut parts = range.split(';').map(str::trim);
-        let is_named = parts.next().is_some_and(|kind| kind.eq_ignore_ascii_case("text/event-stream"));
-        // A weight `q=0` in `Accept` means that the type is not acceptable.
-        let weight =
-            parts.filter_map(|part| part.split_once('=')).find(|(name, _)| name.trim().eq_ignore_ascii_case("q"));
-        is_named && weight.and_then(|(_, weight)| weight.trim().parse::<f32>().ok()) != Some(0.0)
-    })
+    Ok(response)
 }
 
 fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {
@@ -170,8 +147,6 @@ fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {
 fn invalid_seq(name: &str, detail: &str) -> Problem {
     Problem::new(Code::InvalidCursor, format!("{name}: {detail}")).item(name, "invalid_cursor", detail)
 }
-
-type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;
 
 /// Sends all events after `after`, then new ones, until the job and its verdict have ended, or the client has disconnected or reads too
 /// slowly.
@@ -225,11 +200,6 @@ async fn is_judged(state: &AppState, id: JobId) -> Result<bool, Problem> {
     Ok(state.store.task_newest(TaskKind::Verdict, id).await?.is_none_or(|task| task.state.is_final()))
 }
 
-/// Sends an event to a stream. Returns false when the client has disconnected or reads too slowly.
-async fn send(sender: &Sender, event: sse::Event) -> bool {
-    sender.send_timeout(Ok(event), CLIENT_TIMEOUT).await.is_ok()
-}
-
 /// A line that a worker logged about a job.
 #[derive(Debug, Serialize, ToSchema)]
 struct LogLine {
@@ -257,25 +227,6 @@ async fn list_logs(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_stream_is_for_who_asks_for_it_by_name_and_takes_it() {
-        for (accept, stream) in [
-            ("text/event-stream", true),
-            ("Text/Event-Stream; charset=utf-8", true),
-            ("application/json;q=0.5, text/event-stream;q=0.9", true),
-            ("text/event-stream;q=0.001", true),
-            ("text/event-stream;q=0", false),
-            ("text/event-stream; Q=0.000, application/json", false),
-            ("text/event-streams", false),
-            ("*/*", false),
-            ("application/json", false),
-        ] {
-            let headers = HeaderMap::from_iter([(header::ACCEPT, accept.parse().unwrap())]);
-            assert_eq!(wants_stream(&headers), stream, "{accept}");
-        }
-        assert!(!wants_stream(&HeaderMap::new()));
-    }
 
     #[test]
     fn a_cursor_is_digits() {

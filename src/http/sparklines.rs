@@ -1,17 +1,15 @@
 //! Data for a list of many jobs: a downsampled reward curve per job, and a stream of the jobs' changes.
 
 use std::collections::BTreeMap;
-use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName, header};
-use axum::response::sse::{self, KeepAlive, Sse};
+use axum::http::HeaderMap;
+use axum::response::sse;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use tokio::sync::{broadcast, mpsc};
-use tokio_stream::wrappers::ReceiverStream;
+use tokio::sync::broadcast;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -19,7 +17,7 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::auth::Caller;
 use super::error::{Problem, ProblemBody, shortened};
-use super::events::wants_stream;
+use super::event_stream::{self, Sender, ServerSentEvent, send, wants_stream};
 use super::extract::{Json, Query};
 use super::jobs::{JobView, bad_query, newest_jobs};
 use super::list::List;
@@ -35,13 +33,6 @@ const DEFAULT_POINTS: u32 = 48;
 const MAX_POINTS: u32 = 1000;
 /// Changes of a job within this interval are merged into one event of the stream.
 const MERGE_WITHIN: Duration = Duration::from_millis(300);
-/// Maximum number of events that a stream buffers for a slow client.
-const BACKLOG: usize = 128;
-/// How long a client of a stream may read nothing before the server disconnects it.
-const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
-/// Interval between two keep-alive comments on a quiet stream.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
-
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(list_courses)).routes(routes!(follow_jobs))
 }
@@ -116,25 +107,21 @@ async fn list_courses(
 /// every reconnect. Without that header the response is the first page of `GET /jobs`.
 #[utoipa::path(get, path = "/jobs/changes", tag = "Jobs", responses(
     (status = 200, description = "The stream of job changes, which has no end; or a page of the newest jobs",
-        content((List<JobView> = "application/json"), (String = "text/event-stream"))),
+        content((List<JobView> = "application/json"), (ServerSentEvent = "text/event-stream"))),
     (status = 429, description = "The API key or the connection has too many open event streams; see `Retry-After`", body = ProblemBody)))]
 async fn follow_jobs(State(state): State<AppState>, caller: Caller, headers: HeaderMap) -> Result<Response, Problem> {
     if !wants_stream(&headers) {
         return Ok(Json(newest_jobs(&state, &caller).await?).into_response());
     }
-    let (sender, receiver) = mpsc::channel(BACKLOG);
+    let (sender, response) = event_stream::open();
     let changes = state.store.changed_jobs();
     spawn(async move {
         if let Err(problem) = follow(&state, &caller, changes, &sender).await {
             tracing::debug!(detail = problem.detail(), "a client's stream of job changes ended early");
         }
     });
-    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("ping"));
-    Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
-        .into_response())
+    Ok(response)
 }
-
-type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;
 
 async fn follow(
     state: &AppState,
@@ -195,9 +182,4 @@ async fn follow(
 fn merge_change(changed: &mut BTreeMap<JobId, Option<String>>, JobChange { id, deleted_owner }: JobChange) {
     let known = changed.entry(id).or_default();
     *known = known.take().or(deleted_owner);
-}
-
-/// Sends an event to a stream. Returns false when the client has disconnected or reads too slowly.
-async fn send(sender: &Sender, event: sse::Event) -> bool {
-    sender.send_timeout(Ok(event), CLIENT_TIMEOUT).await.is_ok()
 }

@@ -2,7 +2,6 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::extract::State;
 use axum::response::sse::{Event, KeepAlive, Sse};
@@ -20,6 +19,7 @@ use super::{Facts, answer};
 use crate::http::AppState;
 use crate::http::auth::Caller;
 use crate::http::error::Problem;
+use crate::http::event_stream::{KEEP_ALIVE, ServerSentEvent};
 use crate::http::extract::{Json, Path};
 use crate::openai::{
     ChatChoice, ChatCompletion, ChatFields, ChatLogprobs, ChatMessage, ChatRequest, OpenAiError, Usage,
@@ -29,8 +29,6 @@ use crate::store::background::spawn_blocking;
 use crate::store::clock_ms;
 use crate::supervisor::serving::Answers;
 
-/// Interval of comments in a stream without other lines.
-pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// The reason for the end of an answer that calls tools.
 const TOOL_CALLS: &str = "tool_calls";
 
@@ -41,7 +39,7 @@ const TOOL_CALLS: &str = "tool_calls";
 /// named in the header `x-rlood-ignored`. The request stops when the client disconnects.
 #[utoipa::path(post, path = "/v1/chat/completions", tag = "Serving", request_body = ChatRequest,
     responses(
-        (status = 200, description = "The answers", content((ChatCompletion = "application/json"), (String = "text/event-stream"))),
+        (status = 200, description = "The answers", content((ChatCompletion = "application/json"), (ServerSentEvent = "text/event-stream"))),
         (status = 400, description = "The request is not valid; `param` names the field", body = OpenAiError),
         (status = 404, description = "There is no such model: `model_not_found`", body = OpenAiError),
         (status = 429, description = "All places are taken; see `Retry-After`", body = OpenAiError),
@@ -58,7 +56,7 @@ pub(super) async fn create_chat_completion(
 /// Answer a chat with the model of the path.
 #[utoipa::path(post, path = "/serve/{model}/v1/chat/completions", tag = "Serving",
     params(("model" = String, Path, description = "The model; a slash in it is written %2F")), request_body = ChatRequest,
-    responses((status = 200, description = "The answers", content((ChatCompletion = "application/json"), (String = "text/event-stream"))),
+    responses((status = 200, description = "The answers", content((ChatCompletion = "application/json"), (ServerSentEvent = "text/event-stream"))),
         (status = 400, description = "The request is not valid; `param` names the field", body = OpenAiError),
         (status = 404, description = "There is no such model: `model_not_found`", body = OpenAiError),
         (status = 429, description = "All places are taken; see `Retry-After`", body = OpenAiError)))]

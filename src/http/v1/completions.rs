@@ -11,7 +11,7 @@ use futures::{Stream, StreamExt};
 use serde_json::{Map, Value, json};
 
 use super::answer::{Collected, Whole, collect, fingerprint, finish_reason, new_id, start, stop_reason};
-use super::chat::{KEEP_ALIVE, finish};
+use super::chat::finish;
 use super::error::in_stream;
 use super::fields::{Fields, MAX_TOP, fit, invalid, request};
 use super::names::resolve;
@@ -20,6 +20,7 @@ use super::{Facts, answer};
 use crate::http::AppState;
 use crate::http::auth::Caller;
 use crate::http::error::Problem;
+use crate::http::event_stream::{KEEP_ALIVE, ServerSentEvent};
 use crate::http::extract::{Json, Path};
 use crate::openai::{
     CompletionFields, CompletionRequest, OpenAiError, Prompts, TextChoice, TextCompletion, TextLogprobs, Usage,
@@ -41,7 +42,7 @@ const MAX_PROMPTS: usize = 128;
 /// penalties. With `stream` the response is a stream that ends with `[DONE]`.
 #[utoipa::path(post, path = "/v1/completions", tag = "Serving", request_body = CompletionRequest,
     responses(
-        (status = 200, description = "The answers", content((TextCompletion = "application/json"), (String = "text/event-stream"))),
+        (status = 200, description = "The answers", content((TextCompletion = "application/json"), (ServerSentEvent = "text/event-stream"))),
         (status = 400, description = "The request is not valid; `param` names the field", body = OpenAiError),
         (status = 404, description = "There is no such model: `model_not_found`", body = OpenAiError),
         (status = 429, description = "All places are taken; see `Retry-After`", body = OpenAiError),
@@ -58,7 +59,7 @@ pub(super) async fn create_completion(
 /// Complete prompts with the model of the path.
 #[utoipa::path(post, path = "/serve/{model}/v1/completions", tag = "Serving",
     params(("model" = String, Path, description = "The model; a slash in it is written %2F")), request_body = CompletionRequest,
-    responses((status = 200, description = "The answers", content((TextCompletion = "application/json"), (String = "text/event-stream"))),
+    responses((status = 200, description = "The answers", content((TextCompletion = "application/json"), (ServerSentEvent = "text/event-stream"))),
         (status = 400, description = "The request is not valid; `param` names the field", body = OpenAiError),
         (status = 404, description = "There is no such model: `model_not_found`", body = OpenAiError),
         (status = 429, description = "All places are taken; see `Retry-After`", body = OpenAiError)))]
