@@ -113,7 +113,10 @@ async function visitSafely(check) {
 async function inspect(page, path) {
   await page.waitForFunction(() => !document.querySelector("[aria-busy=true]") && document.querySelector("main h1"), null, { timeout: 30_000 });
   await page.evaluate(() => document.querySelectorAll("details").forEach((details) => (details.open = true)));
-  for (const button of await page.locator(".completion button, .chart-tools button").all()) await button.click({ timeout: 5000 }).catch(() => {});
+  // The last one first: a chart that shows its table, behind the first button, disables PNG.
+  for (const button of (await page.locator(".completion button, .chart-tools button").all()).reverse()) {
+    if (await button.isEnabled({ timeout: 1000 }).catch(() => false)) await button.click({ timeout: 5000 }).catch(() => {});
+  }
   await page.mouse.move(400, 400);
   await page.mouse.move(500, 600, { steps: 5 });
   await page.waitForTimeout(300);

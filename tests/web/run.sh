@@ -7,7 +7,7 @@ root=$(cd "$here/../.." && pwd)
 RLOOD=$(realpath "${1:-$root/target/release/rlood}")
 shift || true
 export RLOOD SCREENSHOTS="$root/target/browser" RLOOD_ASSETS="$root/assets" WEB="$root/web"
-export CHROMIUM=${CHROMIUM:-$(command -v chromium || command -v chromium-browser || true)}
+export CHROMIUM=${CHROMIUM:-$(command -v chromium-headless-shell || command -v chromium || command -v chromium-browser || true)}
 if [ -z "$CHROMIUM" ] || ! command -v npm >/dev/null; then
     echo "skipped: the browser tests require node, npm and chromium"
     exit 0
@@ -20,11 +20,16 @@ cd "$work"
 npm install --no-audit --no-fund --no-package-lock --silent
 mkdir -p "$SCREENSHOTS"
 if [ $# -eq 0 ]; then set -- *.test.mjs; fi
-# Run two files at a time; then the performance test, which measures times, alone.
-together=() alone=()
+# Run three files at a time, the longest first; then the performance test, which measures times, alone.
+long=() together=() alone=()
 for file in "$@"; do
     file=$(basename "$file")
-    if [ "$file" = load.test.mjs ]; then alone+=("$file"); else together+=("$file"); fi
+    case $file in
+        load.test.mjs) alone+=("$file") ;;
+        looks.test.mjs | attacks.test.mjs) long+=("$file") ;;
+        *) together+=("$file") ;;
+    esac
 done
-if [ ${#together[@]} -gt 0 ]; then node --test --test-concurrency=2 --test-reporter=spec "${together[@]}"; fi
+together=("${long[@]}" "${together[@]}")
+if [ ${#together[@]} -gt 0 ]; then node --test --test-concurrency=3 --test-reporter=spec "${together[@]}"; fi
 if [ ${#alone[@]} -gt 0 ]; then node --test --test-reporter=spec "${alone[@]}"; fi
