@@ -121,6 +121,16 @@ kills() {
         | figures 'kills of the worker|was away for|a calm run takes'
 }
 
+# Every action at every point; .ci/run takes one action a day.
+section failpoints "nothing" \
+    crates/store crates/worker crates/client src/http/worker src/supervisor src/supervisor.rs tests/it/failpoints.rs
+failpoints() {
+    local crate options=()
+    # As in .ci/run: what waits for processes and disks takes longer to optimize than it saves.
+    for crate in rlood rlood-commands rlood-engine rlood-worker; do options+=(--config "profile.release.package.$crate.opt-level=0"); done
+    cargo_test "${options[@]}" -p rlood --features failpoints --test it -- failpoints:: --nocapture | figures 'actions = '
+}
+
 section queue-model "nothing" crates/store
 queue-model() {
     RLOOD_MODEL_SEQUENCES=10000 cargo_test -p rlood-store --features failpoints --test it queue_model::holds -- --nocapture \

@@ -21,12 +21,12 @@ pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(15);
 #[derive(ToSchema)]
 #[expect(dead_code, reason = "only describes the events in the OpenAPI document")]
 pub(super) struct ServerSentEvent {
-    /// What the event says: JSON, or `[DONE]` at the end of an answer in OpenAI's form.
+    /// The message of the event: JSON, or `[DONE]` at the end of an answer in OpenAI's form.
     data: String,
     /// The event's name. Events of answers in OpenAI's form have none.
     #[schema(nullable = false)]
     event: Option<String>,
-    /// What a client sends as `Last-Event-ID` to follow the stream from here. Only events of a job have it.
+    /// The value that a client sends as `Last-Event-ID` to follow the stream from here. Only events of a job have it.
     #[schema(nullable = false)]
     id: Option<String>,
     /// How long a client waits before it connects again, in ms.
