@@ -33,6 +33,7 @@ const DEFAULT_POINTS: u32 = 48;
 const MAX_POINTS: u32 = 1000;
 /// Changes of a job within this interval are merged into one event of the stream.
 const MERGE_WITHIN: Duration = Duration::from_millis(300);
+
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(list_courses)).routes(routes!(follow_jobs))
 }
